@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -35,7 +36,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 def add_models(subparsers: Subparsers) -> None:
     """Declare ``models``."""
-    parser = add_command(subparsers, "models", run_models, "how large the logits of published models are")
+    summary = "how large the logits of published models are (sources: --json, or a wide terminal)"
+    parser = add_command(subparsers, "models", run_models, summary)
     parser.add_argument("--batch", type=positive_int, default=4, metavar="B", help="sequences (default %(default)s)")
     parser.add_argument(
         "--seq", type=positive_int, default=4096, metavar="S", help="tokens of each (default %(default)s)"
@@ -71,13 +73,13 @@ def run_models(args: argparse.Namespace) -> int:
         "name": [model.name for model in MODELS],
         "V": [f"{model.vocab_size:,}" for model in MODELS],
         "D": [f"{model.hidden_size:,}" for model in MODELS],
-        "hidden GB": [f"{size.hidden_bytes / 1e9:,.2f}" for size in sizes],
-        "logits GB": [f"{size.logits_bytes / 1e9:,.2f}" for size in sizes],
+        "hidden": [f"{size.hidden_bytes / 1e9:,.2f}" for size in sizes],
+        "logits": [f"{size.logits_bytes / 1e9:,.2f}" for size in sizes],
         "ratio": [f"{size.ratio:.0f}×" for size in sizes],
         "source": [model.source for model in MODELS],
     }
     shape = f"B = {args.batch:,}, S = {args.seq:,}, {args.dtype}".replace("torch.", "")
-    print(f"hidden (B, S, D) and logits (B, S, V) at {shape}; GB = 10⁹ bytes\n")
+    print(f"hidden (B, S, D) and logits (B, S, V) in GB (10⁹ bytes) at {shape}\n")
     print(table(columns, left=("id", "name", "source"), expendable=("source", "name")))
     return 0
 
@@ -101,11 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no "×" shows "?" instead of a traceback
     try:
         if not getattr(args, "json", False):
-            status = args.run(args)
+            status: int = args.run(args)
             sys.stdout.flush()
-            return status
-        with only_json_on_stdout() as args.print_json:
-            return args.run(args)
+        else:
+            with only_json_on_stdout() as args.print_json:
+                status = args.run(args)
+        return status
     except BrokenPipeError:
         # The reader (head, less) left. Python flushes stdout once more at exit: let that go nowhere, silently.
         with contextlib.suppress(OSError):
@@ -196,6 +199,8 @@ def _redirected_descriptor(source: TextIO, destination: TextIO) -> Iterator[None
     try:
         yield
     finally:
+        with contextlib.suppress(OSError, TypeError):
+            ctypes.CDLL(None).fflush(None)  # what C code (a kernel's printf) has buffered belongs with the rest
         os.dup2(saved, descriptor)
         os.close(saved)
 
