@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flce_ref.memory.naming import name_by_size
 from flce_ref.memory.timeline import CATEGORIES, Allocation, Frame, Timeline
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from flce_ref.memory.recorder import record
     from flce_ref.memory.simulator import simulate
 
-__all__ = ["CATEGORIES", "Allocation", "Frame", "Timeline", "compare", "record", "simulate"]
+__all__ = ["CATEGORIES", "Allocation", "Frame", "Timeline", "compare", "name_by_size", "record", "simulate"]
 
 # Drawing needs matplotlib and simulating needs much of torch: each is loaded when first asked for.
 _LAZY = {"compare": "plot", "simulate": "simulator", "record": "recorder"}
