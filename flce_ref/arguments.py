@@ -1,8 +1,9 @@
-"""The checks at the front door: every argument is looked at once, here, and an error says what came and what is accepted."""
+"""The checks at the front door: each argument is looked at once; an error says what came and what is accepted."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 import torch
@@ -34,8 +35,8 @@ def check_tensors(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
-                f"{name} is a DTensor; plain tensors are accepted. Pass {name}.full_tensor(), or the local shard of input "
-                "and target with reduction='sum' and a division by the global number of tokens"
+                f"{name} is a DTensor; plain tensors are accepted. Pass {name}.full_tensor(), or the local shards of "
+                "input and target with reduction='sum' and a division by the global number of tokens"
             )
         if tensor.device != input.device:
             raise ValueError(f"{name} is on {tensor.device} but input is on {input.device}; all must share one device")
@@ -53,7 +54,9 @@ def check_tensors(
     vocab_size = linear_weight.shape[0]
     if weight is not None:
         if weight.shape != (vocab_size,):
-            raise ValueError(f"weight must be ({vocab_size},), one per word of linear_weight, got {tuple(weight.shape)}")
+            raise ValueError(
+                f"weight must be ({vocab_size},), one per word of linear_weight, got {tuple(weight.shape)}"
+            )
         if weight.dtype not in FLOAT_DTYPES:
             raise TypeError(f"weight must have one of the dtypes {_names(FLOAT_DTYPES)}, got {weight.dtype}")
         if weight.requires_grad:
@@ -72,7 +75,8 @@ def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
         )
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
         raise ValueError(
-            f"linear_bias must be ({linear_weight.shape[0]},), one per row of linear_weight, got {tuple(linear_bias.shape)}"
+            f"linear_bias must be ({linear_weight.shape[0]},), one per row of linear_weight, "
+            f"got {tuple(linear_bias.shape)}"
         )
     heads = {"input": input, "linear_weight": linear_weight}
     heads |= {} if linear_bias is None else {"linear_bias": linear_bias}
@@ -160,5 +164,5 @@ def check_schedule(
         raise ValueError(f"kernel must be one of {', '.join(map(repr, ('auto', *kernels.KERNELS)))}, got {kernel!r}")
 
 
-def _names(dtypes: object) -> str:
-    return ", ".join(str(d) for d in dtypes)  # type: ignore[attr-defined]
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(d) for d in dtypes)

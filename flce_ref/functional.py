@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,24 +16,6 @@ from .schedules.fused import consume_chunks, fused
 from .schedules.naive import naive
 from .schedules.plan import Plan, accumulation_dtype, default_chunk_size
 from .schedules.recompute import attach_gradient
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., weight: Tensor | None = ...,
-    reduction: str = ..., ignore_index: int | None = ..., label_smoothing: float = ..., z_loss: float = ...,
-    softcap: float | None = ..., schedule: str = ..., chunk_size: int | None = ..., accum_dtype: torch.dtype | None = ...,
-    kernel: str = ..., skip_ignored: bool = ..., return_lse: Literal[False] = ..., options: None = ...,
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., weight: Tensor | None = ...,
-    reduction: str = ..., ignore_index: int | None = ..., label_smoothing: float = ..., z_loss: float = ...,
-    softcap: float | None = ..., schedule: str = ..., chunk_size: int | None = ..., accum_dtype: torch.dtype | None = ...,
-    kernel: str = ..., skip_ignored: bool = ..., return_lse: bool, options: None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -89,12 +70,12 @@ def linear_cross_entropy(
         options: accepted as None, for calls written for :func:`torch.nn.functional.linear_cross_entropy`.
 
     Returns:
-        The loss, 0-d or (``reduction="none"``) of the shape of ``target``; with ``return_lse`` the pair (loss, lse). Both
-        are float32 for half-precision inputs, else of the input's dtype.
+        The loss, 0-d or (``reduction="none"``) of the shape of ``target``; with ``return_lse`` the pair (loss, lse).
+        Both are float32 for half-precision inputs, else of the input's dtype.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or one that the schedule has
-            no use for; the message names it.
+        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or one that the schedule
+            has no use for; the message names it.
         IndexError: on the CPU, a target that is neither ignored nor in 0 … V − 1. On CUDA, and while compiling, such a
             target makes the loss and its gradients NaN: looking would cost a synchronisation.
 
@@ -155,7 +136,12 @@ def _prepare(
         if reduction == "mean":
             weight = _normalised(weight, target, ignore_index)
     objective = Objective(
-        vocab_size, ignore_index, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap), weight
+        vocab_size,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        None if softcap is None else float(softcap),
+        weight,
     )
     n = input.shape[0]
     chunk = default_chunk_size(n, hidden_size) if chunk_size is None else min(int(chunk_size), max(n, 1))

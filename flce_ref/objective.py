@@ -16,8 +16,9 @@ which for ε = 0 and w = 1 is the familiar lse − z_y. Differentiating, with p 
 so a kernel that writes a gradient needs three numbers per row and never the formula. With a softcap c the logits are
 z = c tanh(x / c) of raw logits x, and the gradient is multiplied by 1 − (z / c)².
 
-Sources: label smoothing as in Szegedy et al. 2015 (arXiv:1512.00567) with PyTorch's convention for class weights; z-loss
-as in PaLM, Chowdhery et al. 2022 (arXiv:2204.02311), section 5; soft capping as in Gemma 2 (arXiv:2408.00118), section 2.
+Sources: label smoothing as in Szegedy et al. 2015 (arXiv:1512.00567) with PyTorch's convention for class weights;
+z-loss as in PaLM, Chowdhery et al. 2022 (arXiv:2204.02311), section 5; soft capping as in Gemma 2 (arXiv:2408.00118),
+section 2.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def finite_shift(row_max: Tensor) -> Tensor:
 
 
 def merge(a: RowStats, b: RowStats, a_weight: Tensor | float, b_weight: Tensor | float) -> RowStats:
-    """Statistics of two tiles of the same rows; ``a_weight`` is Σ_k w_k over the columns of ``a``, likewise ``b_weight``.
+    """Statistics of two tiles of the same rows; ``a_weight`` is Σ_k w_k over the columns of ``a``, ``b_weight`` b's.
 
     Associative and commutative: each sum is moved to the common maximum before it is added.
     """

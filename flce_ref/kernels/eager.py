@@ -1,7 +1,7 @@
 """The kernels' contract in plain PyTorch: the definition that the Triton and CUDA C++ kernels are held to.
 
-Two layers. ``row_stats`` and ``write_grad_`` work on any tile of columns, so that a tiled vocabulary is served as well as
-a whole row; ``cross_entropy_`` does both for full rows. Arithmetic is in float32 (float64 for float64 logits).
+Two layers. ``row_stats`` and ``write_grad_`` work on any tile of columns, so that a tiled vocabulary is served as well
+as a whole row; ``cross_entropy_`` does both for full rows. Arithmetic is in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations

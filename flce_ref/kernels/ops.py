@@ -21,19 +21,20 @@ def cross_entropy_(
     target: Tensor,
     objective: Objective,
     kernel: str,
+    write_grad: bool = True,
     grad_loss: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    write_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Loss and lse of each row of ``logits`` (C, V), both (C,); with ``write_grad`` the logits become their gradient.
 
     ``grad_loss`` and ``grad_lse`` (C,) multiply the gradient of a row's loss and lse before it is stored.
     """
     o = objective
-    return _cross_entropy_op(
+    loss, lse = _cross_entropy_op(
         logits, target, o.class_weight, grad_loss, grad_lse, o.ignore_index, o.label_smoothing, o.z_loss, o.softcap,
         write_grad, kernel,
     )  # fmt: skip
+    return loss, lse
 
 
 @torch.library.custom_op("flce_ref::cross_entropy_", mutates_args={"logits"})
@@ -64,8 +65,8 @@ def _(logits: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor
 def accumulate_product_(out: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
     """``out`` (M, K) = left (M, C) @ right (C, K), added to what ``out`` holds unless ``overwrite``.
 
-    ``out`` may be wider than the factors: the product is then summed and stored in ``out``'s dtype without being rounded
-    to theirs in between.
+    ``out`` may be wider than the factors: the product is then summed and stored in ``out``'s dtype, never rounded to
+    theirs in between.
     """
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, beta=0 if overwrite else 1, out=out)
@@ -79,9 +80,7 @@ def accumulate_product_(out: Tensor, left: Tensor, right: Tensor, overwrite: boo
         step = max(1, _BLOCK_BYTES // (out.element_size() * max(1, left.shape[1])))
         for start in range(0, out.shape[0], step):
             block = out[start : start + step]
-            torch.addmm(
-                block, left[start : start + step].to(out.dtype), right, beta=0 if overwrite else 1, out=block
-            )
+            torch.addmm(block, left[start : start + step].to(out.dtype), right, beta=0 if overwrite else 1, out=block)
 
 
 @accumulate_product_.register_fake

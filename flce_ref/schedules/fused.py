@@ -1,7 +1,7 @@
 """Logits consumed as soon as they are made: fused linear cross-entropy.
 
-Each chunk of C tokens is projected into one reused (C, V) buffer, the buffer is overwritten by its own gradient, and the
-gradient is consumed at once, into dx and dw. This is possible in forward because the loss is a scalar: whatever its
+Each chunk of C tokens is projected into one reused (C, V) buffer, the buffer is overwritten by its own gradient, and
+the gradient is consumed at once, into dx and dw. This is possible in forward because the loss is a scalar: whatever its
 upstream gradient turns out to be, it multiplies dx and dw as a whole, and backward has nothing else to do.
 """
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.ops import accumulate_product_, cross_entropy_
 from ..objective import Objective
+from .first_order import first_order_only
 from .plan import Plan
 
 
@@ -38,7 +38,8 @@ def fused(
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss under ``reduction`` ("mean" or "sum"), and loss and lse per row (N,) that carry no gradient."""
-    return _Fused.apply(input, linear_weight, linear_bias, target, objective, reduction, plan)
+    loss, row_loss, lse = _Fused.apply(input, linear_weight, linear_bias, target, objective, reduction, plan)
+    return loss, row_loss, lse
 
 
 # 1. The autograd shell: all the work is in forward.
@@ -58,7 +59,7 @@ class _Fused(torch.autograd.Function):
 
     # 6. Backward makes no logits: the upstream gradient and 1/N arrive as one float32 factor.
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad_loss, *_):  # type: ignore[no-untyped-def]
         if grad_loss is None:
             return (None,) * 7
@@ -106,8 +107,8 @@ def consume_chunks(
             torch.addmm(bias, x, weight.T, out=logits)
 
         # 4. The buffer is overwritten by its own gradient.
-        upstream = [None if g is None else g[rows] for g in (grad_loss, grad_lse)]
-        loss[rows], lse[rows] = cross_entropy_(logits, y, objective, plan.kernel, *upstream, write_grad=any(needs))
+        g_loss, g_lse = (None if g is None else g[rows] for g in (grad_loss, grad_lse))
+        loss[rows], lse[rows] = cross_entropy_(logits, y, objective, plan.kernel, any(needs), g_loss, g_lse)
         dlogits = logits
 
         # 5. dx is written, dw accumulated; then nothing needs the buffer any more.

@@ -1,16 +1,17 @@
 """Logits made a second time, in backward, chunk by chunk: for upstream gradients that differ from token to token.
 
-A gradient taken in forward can be multiplied by one number later, but not by a number per token: dw has summed the tokens
-by then. So where ``reduction="none"`` or the lse is differentiated, forward keeps nothing and backward repeats the stream.
+A gradient taken in forward can be multiplied by one number later, but not by a number per token: dw has summed the
+tokens by then. So where ``reduction="none"`` or the lse is differentiated, forward keeps nothing and backward repeats
+the stream.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..objective import Objective
+from .first_order import first_order_only
 from .fused import consume_chunks, scaled
 from .plan import Plan
 
@@ -26,7 +27,8 @@ def attach_gradient(
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:
     """``loss`` and ``lse`` (N,), computed before without a gradient, as differentiable functions of the inputs."""
-    return _Recompute.apply(input, linear_weight, linear_bias, target, loss, lse, objective, plan)
+    loss, lse = _Recompute.apply(input, linear_weight, linear_bias, target, loss, lse, objective, plan)
+    return loss, lse
 
 
 class _Recompute(torch.autograd.Function):
@@ -38,20 +40,28 @@ class _Recompute(torch.autograd.Function):
         return loss.clone(), lse.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad_loss, grad_lse):  # type: ignore[no-untyped-def]
         if grad_loss is None and grad_lse is None:
             return (None,) * 8
-        tensors = ctx.saved_tensors
-        if grad_loss is None:
-            grad_loss = torch.zeros_like(grad_lse)
+        input, linear_weight, linear_bias, target = ctx.saved_tensors
         # Upstream gradients of 1/N would underflow in float16 dlogits: their scale is taken out here, put back below.
-        largest = torch.stack([g.abs().amax() for g in (grad_loss, grad_lse) if g is not None and g.numel()] or [
-            grad_loss.new_ones(())
-        ]).amax()  # fmt: skip
-        largest = torch.where(largest == 0, 1.0, largest)
-        upstream = [None if g is None else g / largest for g in (grad_loss, grad_lse)]
-        rows = consume_chunks(*tensors, ctx.objective, ctx.plan, ctx.needs_input_grad[:3], *upstream)
-        dtypes = [None if t is None else t.dtype for t in tensors[:3]]
-        grads = [scaled(g, largest, dtype) for g, dtype in zip((rows.dx, rows.dw, rows.db), dtypes, strict=True)]
-        return *grads, None, None, None, None, None
+        scale = _largest(grad_loss, grad_lse)
+        grad_loss = torch.zeros_like(grad_lse) if grad_loss is None else grad_loss / scale
+        grad_lse = None if grad_lse is None else grad_lse / scale
+        rows = consume_chunks(
+            input, linear_weight, linear_bias, target, ctx.objective, ctx.plan, ctx.needs_input_grad[:3],
+            grad_loss, grad_lse,
+        )  # fmt: skip
+        dx, dw, db = (
+            scaled(g, scale, t.dtype) if t is not None else None
+            for g, t in zip((rows.dx, rows.dw, rows.db), (input, linear_weight, linear_bias), strict=True)
+        )
+        return dx, dw, db, None, None, None, None, None
+
+
+def _largest(*upstream: Tensor | None) -> Tensor:
+    """The largest magnitude among upstream gradients, 0-d; 1 where all are zero or there is none."""
+    flat = torch.cat([g.abs().flatten() for g in upstream if g is not None])
+    largest = flat.amax() if flat.numel() else flat.new_zeros(())
+    return torch.where(largest == 0, 1.0, largest)
