@@ -16,6 +16,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+KEPT_CELL_METADATA = ("tags", "mystnb")  # what the book reads: hidden input, captions, alternative texts
 TIMEOUT_SECONDS = 300
 
 
@@ -41,7 +42,8 @@ def normalise(notebook: nbformat.NotebookNode) -> None:
     notebook.nbformat_minor = 5
     for number, cell in enumerate(notebook.cells, start=1):
         cell["id"] = f"cell-{number}"
-        cell.metadata = nbformat.from_dict({"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {})
+        kept = {key: cell.metadata[key] for key in KEPT_CELL_METADATA if key in cell.metadata}
+        cell.metadata = nbformat.from_dict(kept)
 
 
 def main(names: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 MathJax comes out of the PyPI package ``sphinx-mathjax-offline`` at build time and is never committed. After the build
 every HTML and CSS file is searched for what a browser would fetch by itself (scripts, style sheets, images, frames,
-fonts); a foreign address among them is a warning, and so an error under ``-W``. Links that a reader clicks are no concern here.
+fonts); a foreign address among them is a warning, and so an error under ``-W``. Links to click are no concern here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 
-# What one combined TeX → CHTML page can load: fonts, TeX extensions by \require, and what the reader turns on in the menu.
+# What a page can load: the converter, its fonts, TeX extensions by \require, and what the reader turns on in the menu.
 MATHJAX_PARTS = ("tex-chtml.js", "output/chtml", "input/tex/extensions", "ui", "a11y", "sre")
 
 # The attribute that makes a browser fetch, by element. <a href> is a link to click and is not here.
@@ -80,7 +80,7 @@ def foreign_requests(text: str, suffix: str) -> list[str]:
 def copy_mathjax(app: Sphinx) -> None:
     if app.builder.format != "html":
         return
-    package = importlib.import_module("sphinx-mathjax-offline")  # a hyphen: not an identifier, but a package all the same
+    package = importlib.import_module("sphinx-mathjax-offline")  # its name is no identifier
     source = Path(str(package.__file__)).parent / "static" / "mathjax"
     target = Path(app.outdir) / "_static" / "mathjax"
     for part in MATHJAX_PARTS:
@@ -98,7 +98,7 @@ def warn_of_foreign_requests(app: Sphinx, exception: Exception | None) -> None:
     for path in sorted(outdir.rglob("*")):
         if path.suffix in {".html", ".css"}:
             for address in sorted(set(foreign_requests(path.read_text(encoding="utf-8"), path.suffix))):
-                logger.warning("%s makes the browser request %s", path.relative_to(outdir), address, type="offline_pages")
+                logger.warning("%s makes the browser request %s", path.relative_to(outdir), address)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

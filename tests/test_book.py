@@ -1,0 +1,84 @@
+"""The book's sources: no page forgotten, no figure without alternative text, no page that calls another host."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "book").glob("*.md"))
+
+yaml = pytest.importorskip("yaml")
+sys.path.insert(0, str(ROOT / "book" / "_ext"))
+offline_pages = pytest.importorskip("offline_pages", reason="needs Sphinx")
+
+FIGURE = re.compile(r"^(?P<fence>`{3,}|:{3,})\{(?:figure|image)\}.*?^(?P=fence)\s*$", re.MULTILINE | re.DOTALL)
+MARKDOWN_IMAGE_WITHOUT_TEXT = re.compile(r"!\[\s*\]\(")
+HTML_IMAGE = re.compile(r"<img\b[^>]*>")
+
+
+def files_in_toc(node: object) -> list[str]:
+    if isinstance(node, dict):
+        own = [node[key] for key in ("root", "file") if key in node]
+        return own + [name for value in node.values() for name in files_in_toc(value)]
+    if isinstance(node, list):
+        return [name for value in node for name in files_in_toc(value)]
+    return []
+
+
+def images_without_text(page: str) -> list[str]:
+    """The images of a MyST page that say nothing to a reader who can't see them."""
+    figures = [match.group() for match in FIGURE.finditer(page)]
+    silent = [figure for figure in figures if not re.search(r"^\s*:?alt: *\S", figure, re.MULTILINE)]
+    silent += MARKDOWN_IMAGE_WITHOUT_TEXT.findall(page)
+    silent += [image for image in HTML_IMAGE.findall(page) if not re.search(r"""\balt=["'][^"']""", image)]
+    return silent
+
+
+def test_every_page_and_lab_is_in_the_table_of_contents_once() -> None:
+    listed = files_in_toc(yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8")))
+    there = [*PAGES, *(ROOT / "notebooks").glob("*.ipynb")]
+    assert sorted(listed) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in there)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_image_has_alternative_text(path: Path) -> None:
+    assert images_without_text(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "silent"),
+    [
+        ("```{figure} a.png\n:alt: a falling line\n\nCaption.\n```\n", 0),
+        ("```{figure} a.png\n\nCaption.\n```\n", 1),
+        (":::{figure} a.png\n---\nalt: a falling line\n---\n:::\n", 0),
+        (":::{figure} a.png\n:alt:\n:::\n", 1),
+        ("![](a.png) ![a falling line](a.png)\n", 1),
+        ('<img src="a.png"> <img src="a.png" alt="a falling line">', 1),
+    ],
+)
+def test_an_image_without_text_is_found(page: str, silent: int) -> None:
+    assert len(images_without_text(page)) == silent
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "addresses"),
+    [
+        ('<a href="https://example.org">read on</a><script src="_static/a.js"></script>', ".html", []),
+        ('<script src="https://example.org/a.js"></script>', ".html", ["https://example.org/a.js"]),
+        ('<img src="//example.org/a.png">', ".html", ["//example.org/a.png"]),
+        ('<img srcset="a.png 1x, https://example.org/b.png 2x">', ".html", ["https://example.org/b.png"]),
+        ('<link rel="stylesheet" href="https://example.org/a.css">', ".html", ["https://example.org/a.css"]),
+        ('<link rel="canonical" href="https://example.org/">', ".html", []),
+        ("<style>@import 'https://example.org/a.css';</style>", ".html", ["https://example.org/a.css"]),
+        ("<script>import('https://example.org/a.js')</script>", ".html", ["https://example.org/a.js"]),
+        ('<p style="background: url(https://example.org/a.png)">', ".html", ["https://example.org/a.png"]),
+        ("@font-face { src: url('https://example.org/a.woff') }", ".css", ["https://example.org/a.woff"]),
+        ("@font-face { src: url('../fonts/a.woff') }", ".css", []),
+    ],
+)
+def test_what_a_browser_would_fetch_from_another_host_is_found(text: str, suffix: str, addresses: list[str]) -> None:
+    assert offline_pages.foreign_requests(text, suffix) == addresses
