@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from . import kernels
-from .arguments import autocast_dtype, check_objective, check_schedule, check_target_range, check_tensors
-from .objective import Objective
+from .call import Call, prepare
 from .schedules.checkpointed import checkpointed
 from .schedules.chunked import chunked
 from .schedules.fused import consume_chunks, fused
 from .schedules.naive import naive
-from .schedules.plan import Plan, accumulation_dtype, default_chunk_size
 from .schedules.recompute import attach_gradient
 
 
@@ -81,7 +76,7 @@ def linear_cross_entropy(
 
     Only gradients that are needed are computed. A second derivative raises a RuntimeError.
     """
-    call = _prepare(
+    call = prepare(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
         schedule, chunk_size, accum_dtype, kernel, options,
     )  # fmt: skip
@@ -99,58 +94,8 @@ def linear_cross_entropy(
     return loss, _to_rows(lse.to(call.loss_dtype), kept, call.target).reshape(target.shape)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A checked call: tokens flattened, the objective complete, the schedule's plan made."""
-
-    input: Tensor  # (N, D)
-    target: Tensor  # (N,) int64
-    objective: Objective
-    schedule: str
-    plan: Plan
-    compute_dtype: torch.dtype
-
-    @property
-    def loss_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.compute_dtype, torch.float32)
-
-
-def _prepare(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    reduction: str, ignore_index: int | None, label_smoothing: float, z_loss: float, softcap: float | None,
-    schedule: str, chunk_size: int | None, accum_dtype: torch.dtype | None, kernel: str, options: None,
-) -> _Call:  # fmt: skip
-    if options is not None:
-        raise TypeError("options belong to torch.nn.functional.linear_cross_entropy; here use schedule and chunk_size")
-    check_tensors(input, linear_weight, target, linear_bias, weight)
-    check_objective(reduction, ignore_index, label_smoothing, z_loss, softcap)
-    compute_dtype = autocast_dtype(input) or input.dtype
-    check_schedule(schedule, chunk_size, accum_dtype, kernel, compute_dtype)
-    vocab_size, hidden_size = linear_weight.shape
-    ignore_index = -100 if ignore_index is None else int(ignore_index)
-    check_target_range(target, vocab_size, ignore_index)
-    input = input.reshape(-1, hidden_size) if hidden_size else input.reshape(target.numel(), 0)
-    target = target.reshape(-1).long()
-    if weight is not None:
-        weight = weight.to(torch.promote_types(compute_dtype, torch.float32))
-        if reduction == "mean":
-            weight = _normalised(weight, target, ignore_index)
-    objective = Objective(
-        vocab_size,
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        None if softcap is None else float(softcap),
-        weight,
-    )
-    n = input.shape[0]
-    chunk = default_chunk_size(n, hidden_size) if chunk_size is None else min(int(chunk_size), max(n, 1))
-    plan = Plan(chunk, accumulation_dtype(accum_dtype, compute_dtype), kernels.resolve(kernel, input))
-    return _Call(input, target, objective, schedule, plan, compute_dtype)
-
-
 def _run(
-    call: _Call,
+    call: Call,
     x: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
@@ -183,14 +128,6 @@ def _run(
         row_loss, lse = attach_gradient(x, linear_weight, linear_bias, y, row_loss, lse, call.objective, call.plan)
         loss = row_loss if reduction == "none" else loss
     return loss, lse
-
-
-def _normalised(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Class weights times n_valid / Σ weight[target], so that "mean" can divide every term by n_valid alone."""
-    valid = target != ignore_index
-    total = weight[target.clamp(0, weight.shape[0] - 1)].masked_fill(~valid, 0.0).sum()
-    n_valid = valid.sum()
-    return weight * torch.where(n_valid == 0, 1.0, n_valid / total)
 
 
 def _valid_rows(target: Tensor, ignore_index: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""What would run, and what it would take: the front door's choices without the computation."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call, prepare
+from .functional import linear_cross_entropy
+from .schedules.peak import Head, fused_peak, plain_peak
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of :func:`explain`.
+
+    ``kernel`` and ``chunk_size`` are None where the schedule has none. ``step_peak_bytes`` is the highest sum of live
+    bytes in forward + backward above input, weight and target; None where no closed form is known.
+    """
+
+    schedule: str
+    kernel: str | None
+    chunk_size: int | None
+    step_peak_bytes: int | None
+    why: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"schedule {self.schedule}"]
+        parts += [f"kernel {self.kernel}"] if self.kernel else []
+        parts += [f"chunks of {self.chunk_size} tokens"] if self.chunk_size else []
+        if self.step_peak_bytes is not None:
+            parts.append(f"step peak {self.step_peak_bytes / 2**30:.3f} GiB above the inputs")
+        return "\n".join([", ".join(parts), *(f"  - {reason}" for reason in self.why)])
+
+
+def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Explanation:
+    """What :func:`flce_ref.linear_cross_entropy` would run for the same arguments, and the memory it would take.
+
+    Nothing is computed, so tensors on the ``meta`` device serve as well, and cost nothing. Gradients are counted for
+    whichever of ``input`` and ``linear_weight`` require them. Raises what the call itself would raise.
+
+    >>> x = torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    >>> w = torch.empty(151552, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    >>> y = torch.empty(8192, dtype=torch.int64, device="meta")
+    >>> print(f"{explain(x, w, y).step_peak_bytes / 2**30:.3f} GiB")
+    1.766 GiB
+    """
+    bound = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    skip_ignored, return_lse = arguments.pop("skip_ignored"), arguments.pop("return_lse")
+    call = prepare(**arguments)
+    head = _head(call, input, linear_weight, return_lse)
+    why = []
+    if call.schedule == "naive":
+        why.append("all (N, V) logits at once, as PyTorch computes them: kept to be compared with")
+    elif arguments["chunk_size"] is None:
+        why.append("the default chunk: about D tokens, at least 1024, all chunks about equal")
+    if call.schedule == "fused":
+        why += _why_fused(call, head, arguments["reduction"], return_lse)
+    if skip_ignored:
+        why.append(
+            "ignored tokens are dropped first; all are counted here, for their number is known to the device only"
+        )
+    peak = _step_peak(call, head)
+    if peak is None:
+        why.append("no closed form under autocast; flce_ref.memory.simulate counts it")
+    return Explanation(
+        call.schedule,
+        call.plan.kernel if call.schedule == "fused" else None,
+        None if call.schedule == "naive" else call.plan.chunk_size,
+        peak,
+        tuple(why),
+    )
+
+
+def _head(call: Call, input: Tensor, linear_weight: Tensor, return_lse: bool) -> Head:
+    return Head(
+        n=call.input.shape[0],
+        d=linear_weight.shape[1],
+        v=linear_weight.shape[0],
+        compute_bytes=call.compute_dtype.itemsize,
+        input_bytes=input.dtype.itemsize,
+        weight_bytes=linear_weight.dtype.itemsize,
+        needs_dx=torch.is_grad_enabled() and input.requires_grad,
+        needs_dw=torch.is_grad_enabled() and linear_weight.requires_grad,
+        softcap=call.objective.softcap is not None,
+        uses_lse=bool(call.objective.z_loss) or return_lse,
+    )
+
+
+def _why_fused(call: Call, head: Head, reduction: str, return_lse: bool) -> list[str]:
+    if not (head.needs_dx or head.needs_dw):
+        return ["no gradient is wanted: the logits of a chunk are read once and overwritten by the next"]
+    why = [f"dw is summed over chunks in {call.plan.accum_dtype}"] if head.needs_dw else []
+    if reduction == "none":
+        return [*why, "upstream gradients may differ by token: backward makes the logits again, chunk by chunk"]
+    why.append("the loss is a scalar: its gradient is taken in forward and scaled in backward")
+    if return_lse:
+        why.append("where lse is differentiated too, backward makes the logits again; that is not counted")
+    return why
+
+
+def _step_peak(call: Call, head: Head) -> int | None:
+    if call.schedule == "fused":
+        return fused_peak(head, call.plan)
+    if head.compute_bytes != head.weight_bytes or head.compute_bytes != head.input_bytes:
+        return None
+    chunk = max(head.n, 1) if call.schedule == "naive" else call.plan.chunk_size
+    return plain_peak(head, chunk, checkpointed=call.schedule == "checkpointed")
