@@ -39,9 +39,14 @@ def oracle(
 
 
 def problem(
-    n: int = 13, d: int = 6, v: int = 17, dtype: torch.dtype = torch.float64, seed: int = 0, ignored: tuple[int, ...] = (2,),
+    n: int = 13,
+    d: int = 6,
+    v: int = 17,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    ignored: tuple[int, ...] = (2,),
     device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random input (n, d) and linear_weight (v, d) that require grad, and target (n,) with some tokens ignored."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_()

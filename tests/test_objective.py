@@ -31,9 +31,14 @@ def test_all_combinations_match_the_definition(schedule: str, reduction: str) ->
         y[2] = ignore
         bias = torch.linspace(-1, 1, 17, dtype=torch.float64).requires_grad_() if biased else None
         options = {
-            "linear_bias": bias, "weight": torch.linspace(0.1, 2, 17, dtype=torch.float64) if weighted else None,
-            "reduction": reduction, "ignore_index": ignore, "label_smoothing": smoothing, "z_loss": z_loss, "softcap": cap,
-        }  # fmt: skip
+            "linear_bias": bias,
+            "weight": torch.linspace(0.1, 2, 17, dtype=torch.float64) if weighted else None,
+            "reduction": reduction,
+            "ignore_index": ignore,
+            "label_smoothing": smoothing,
+            "z_loss": z_loss,
+            "softcap": cap,
+        }
         inputs = [t for t in (x, w, bias) if t is not None]
         true_loss, true_lse = oracle(x, w, y, **options)
         loss, lse = linear_cross_entropy(x, w, y, schedule=schedule, return_lse=True, **chunk(schedule, 5), **options)
