@@ -10,6 +10,9 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
             $$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 
+# One thread a process: sums are added in the same order whatever the number of cores, and test workers don't compete.
+export OMP_NUM_THREADS := 1
+
 # nbval compares outputs that were made on the CPU, so the labs are checked there too.
 LABS_ON_CPU := CUDA_VISIBLE_DEVICES=
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg
