@@ -6,7 +6,8 @@ runs out: sizes rounded up to 512 B; separate pools for requests up to 1 MiB and
 serve its pool; neighbours are merged when freed; segments are never given back.
 
 The rules and constants are those of ``c10/cuda/CUDACachingAllocator`` in PyTorch (``kMinBlockSize``, ``kSmallSize``,
-``kSmallBuffer``, ``kMinLargeAlloc``, ``kLargeBuffer``, ``kRoundLarge``). "Reserved" is therefore an estimate: several streams, ``PYTORCH_CUDA_ALLOC_CONF`` and retries after an out-of-memory error are not modelled.
+``kSmallBuffer``, ``kMinLargeAlloc``, ``kLargeBuffer``, ``kRoundLarge``). "Reserved" is therefore an estimate: several
+streams, ``PYTORCH_CUDA_ALLOC_CONF`` and retries after an out-of-memory error are not modelled.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class PeakGroup:
 def size_unit(largest: int) -> tuple[str, int]:
     """The unit to draw ``largest`` bytes in: GiB, or a smaller one where GiB would read as 0.00."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if largest >= scale / 20:
+        if largest >= scale / 10:
             return unit, scale
     return "B", 1
 
@@ -101,7 +102,7 @@ def lay_out(timeline: Timeline, *, columns: int = 800, most_bands: int = 200) ->
     """
     live = timeline.live_bytes()
     edges = np.unique(np.linspace(0, len(live), min(columns, len(live)) + 1).astype(np.int64))
-    events = np.array([a + int(live[a:b].argmax()) for a, b in zip(edges[:-1], edges[1:])], np.int64)
+    events = np.array([a + int(live[a:b].argmax()) for a, b in pairwise(edges.tolist())], np.int64)
     peak = int(live[events].argmax())
     top = int(live[events[peak]])
 
@@ -233,7 +234,7 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
 
 
 def outline(band: Band, edges: np.ndarray) -> list[np.ndarray]:
-    """The band as closed step polygons (x in events, y in bytes): one (K, 2) array for each run of columns not empty."""
+    """The band as closed step polygons (x in events, y in bytes), one (K, 2) array for each run of columns."""
     filled = np.concatenate([[False], band.height > 0, [False]])
     begins, stops = np.flatnonzero(filled[1:] & ~filled[:-1]), np.flatnonzero(filled[:-1] & ~filled[1:])
     polygons = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from flce_ref.memory.layout import (
     lay_out,
     legend_categories,
     outline,
-    peak_sentence,
     size_unit,
     spread,
     stacked_peak,
@@ -105,6 +105,7 @@ def compare(
     plt = _pyplot()
     columns = max(1, min(columns, len(timelines)))
     rows = math.ceil(len(timelines) / columns)
+    figure: Figure
     figure, axes = plt.subplots(
         rows, columns, figsize=(4.6 * columns, 2.9 * rows + 0.5), sharey=True, squeeze=False, layout="constrained"
     )
@@ -122,9 +123,22 @@ def compare(
     return figure
 
 
-def alt_text(timeline: Timeline) -> str:
-    """What the plot shows, in one sentence; every number is the timeline's."""
-    return peak_sentence(timeline)
+def save(timeline: Timeline, path: str | Path) -> None:
+    """Write the plot to ``path``, in the format of its suffix; the same timeline gives the same bytes.
+
+    Raises:
+        ValueError: if matplotlib cannot write such a file.
+        ImportError: if matplotlib is not installed.
+    """
+    plt = _pyplot()
+    no_date = {".svg": "Date", ".pdf": "CreationDate", ".ps": "CreationDate", ".eps": "CreationDate"}
+    key = no_date.get(Path(path).suffix)
+    with plt.rc_context({"svg.hashsalt": "flce-ref"}):
+        figure = plt.figure(figsize=(7.4, 3.8), layout="constrained")
+        plot(timeline, figure.add_subplot())
+        metadata = {key: None} if key else None
+        figure.savefig(path, bbox_inches="tight", dpi=160, transparent=True, metadata=metadata)
+    plt.close(figure)
 
 
 _LEGEND: dict[str, Any] = {
@@ -156,6 +170,8 @@ def _draw_bands(ax: Axes, layout: Layout, scale: int) -> None:
 
 
 def _style(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ax.set_facecolor("none")
     ax.grid(False)
     ax.grid(True, axis="y", color=_INK, alpha=0.25, linewidth=0.6)
@@ -163,7 +179,7 @@ def _style(ax: Axes) -> None:
     ax.tick_params(colors=_INK)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(_INK)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _mark_backward(ax: Axes, timeline: Timeline) -> None:

@@ -51,6 +51,25 @@ def read_snapshot(path: str | Path, device: int | None = None) -> Timeline:
     return timeline_of(load(path), device, title=Path(path).name)
 
 
+def read_timelines(path: str | Path, device: int | None = None) -> list[Timeline]:
+    """Every device of a snapshot, the busiest first, or the one asked for; or the one timeline of a stored JSON file.
+
+    Raises:
+        ValueError: as :func:`read_snapshot` and :meth:`Timeline.from_json`; also for ``device`` with a JSON file.
+        OSError: if the file cannot be opened.
+    """
+    if Path(path).suffix == ".json":
+        if device is not None:
+            raise ValueError(f"device: got {device}, but a stored timeline is of one device and does not say which")
+        return [Timeline.from_json(Path(path).read_text(encoding="utf-8"))]
+    snapshot = load(path)
+    name = Path(path).name
+    every = devices(snapshot)
+    if device is not None or len(every) < 2:
+        return [timeline_of(snapshot, device, title=name)]
+    return [timeline_of(snapshot, index, title=f"{name}, device {index}") for index in every]
+
+
 def load(path: str | Path) -> dict[str, Any]:
     """Unpickle a snapshot, building plain values only; errors as :func:`read_snapshot`."""
     data = Path(path).read_bytes()

@@ -7,6 +7,7 @@ in a ``<title>``. The same timeline gives the same bytes.
 from __future__ import annotations
 
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def _short(value: float) -> str:
 def _path(polygon: np.ndarray, across: float, up: float) -> str:
     corners = [(_short(_LEFT + x * across), _short(_BOTTOM - y * up)) for x, y in polygon.tolist()]
     path = f"M{corners[0][0]} {corners[0][1]}"
-    for (x0, y0), (x, y) in zip(corners, corners[1:]):
+    for (x0, y0), (x, y) in pairwise(corners):
         if x != x0:
             path += f"H{x}"
         if y != y0:

@@ -231,17 +231,25 @@ class Timeline:
 
         write_snapshot(self, path)
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, legend: bool = True) -> Axes:
+    def plot(
+        self, ax: Axes | None = None, *, title: str | None = None, legend: bool = True, labels: bool = True
+    ) -> Axes:
         """Draw with matplotlib; see :func:`flce_ref.memory.plot.plot`."""
         from flce_ref.memory.plot import plot
 
-        return plot(self, ax, title=title, legend=legend)
+        return plot(self, ax, title=title, legend=legend, labels=labels)
+
+    def save_plot(self, path: str | Path) -> None:
+        """Write the plot as a picture; see :func:`flce_ref.memory.plot.save`."""
+        from flce_ref.memory.plot import save
+
+        save(self, path)
 
     def alt_text(self) -> str:
         """What the plot shows, in a sentence for those who cannot see it; every number is this timeline's."""
-        from flce_ref.memory.plot import alt_text
+        from flce_ref.memory.layout import peak_sentence
 
-        return alt_text(self)
+        return peak_sentence(self)
 
     def to_html(self, others: Sequence[Timeline] = ()) -> str:
         """A self-contained interactive page; see :func:`flce_ref.memory.viewer.to_html`."""

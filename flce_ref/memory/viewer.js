@@ -5,8 +5,9 @@ function flceMemoryViewer(root, data) {
   const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
   const PAD = { left: 50, right: 10, top: 20, bottom: 34 };
   const MOST_BANDS = 4000;
+  const SOURCES = { simulated: "simulated, without a GPU", recorded: "recorded on a GPU", snapshot: "read from a Memory Viz file" };
 
-  const unitOf = (bytes) => UNITS.find(([, scale]) => bytes >= scale / 20) || UNITS[3];
+  const unitOf = (bytes) => UNITS.find(([, scale]) => bytes >= scale / 10) || UNITS[3];
   const number = (n) => n.toLocaleString("en-US");
   const size = (bytes) => {
     const [unit, scale] = unitOf(bytes);
@@ -366,6 +367,7 @@ function flceMemoryViewer(root, data) {
     if (b >= left && a <= left + width) {
       context.fillStyle = ink;
       const middle = Math.round((a + b) / 2);
+      context.globalAlpha = 0.6;
       context.fillRect(middle, top, Math.max(1, ratio), height);
       context.globalAlpha = 0.12;
       context.fillRect(a, top, b - a, height);
@@ -439,16 +441,18 @@ function flceMemoryViewer(root, data) {
       element("div", "", tip).textContent = "alive from " + lifeOf(i);
     }
     element("div", "", tip).textContent = "at event " + number(cursor) + ": " + size(now.live[cursor]) + " alive";
-    const stack = i >= 0 ? stackOf(i) : [];
+    const stack = i >= 0 ? stackOf(i) : [], narrow = plot.clientWidth < 480, most = narrow ? 2 : 8;
     if (stack.length) {
       const lines = element("ol", "", tip);
-      for (const frame of stack.slice(0, 8)) element("li", "", lines).textContent = frame;
-      if (stack.length > 8) element("li", "", lines).textContent = "… " + (stack.length - 8) + " more";
+      for (const frame of stack.slice(0, most)) element("li", "", lines).textContent = frame;
+      if (stack.length > most) element("li", "", lines).textContent = "… " + (stack.length - most) + " more";
     }
     tip.hidden = false;
     const wide = tip.offsetWidth, tall = tip.offsetHeight;
     tip.style.left = clamp(x + 14 + wide > plot.clientWidth ? x - wide - 14 : x + 14, 0, Math.max(0, plot.clientWidth - wide)) + "px";
-    tip.style.top = clamp(y - tall / 2, 0, Math.max(0, plot.clientHeight - tall)) + "px";
+    // On a phone beside the pointer there is no room: above or below it, wherever more of the picture stays visible.
+    const beside = narrow ? (y > plot.clientHeight / 2 ? y - tall - 24 : y + 24) : y - tall / 2;
+    tip.style.top = clamp(beside, 0, Math.max(0, plot.clientHeight - tall)) + "px";
   }
 
   // What lies at a point of the canvas (CSS pixels): [allocation or -1, text for a sum].
@@ -545,7 +549,7 @@ function flceMemoryViewer(root, data) {
       entry.append(category);
     });
     notes.textContent = "";
-    for (const note of [now.raw.source, ...now.raw.notes]) element("li", "", notes).textContent = note;
+    for (const note of [SOURCES[now.raw.source], ...now.raw.notes]) element("li", "", notes).textContent = note;
     report();
     draw();
   }
