@@ -157,6 +157,13 @@ class Timeline:
             return None
         return int(self.live_bytes()[: max(self.backward_start, 1)].max()) - self.input_bytes
 
+    @property
+    def estimated_reserved_bytes(self) -> int:
+        """Most bytes that the caching allocator would hold from CUDA: see :mod:`flce_ref.memory.caching_allocator`."""
+        from flce_ref.memory.caching_allocator import replay
+
+        return replay(self).peak_reserved_bytes
+
     def alive_at(self, event: int) -> list[Allocation]:
         """The allocations alive in the state after ``event``, oldest first."""
         if not 0 <= event <= self.n_events:
