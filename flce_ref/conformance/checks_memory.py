@@ -1,0 +1,137 @@
+"""What is allocated, what stays alive after forward, and what the chunk costs in memory and time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from .cases import Problem, make
+from .reference import execute
+from .registry import Finding, check
+from .subject import Subject
+from .tracker import StorageTracker, step_peak
+
+CHUNKS = (64, 256, 1024)
+
+
+@check(
+    "memory.holds_no_logits",
+    "elements alive after forward, ÷ N · V",
+    "Between forward and backward nothing of N · V elements should be alive, beyond inputs and outputs.",
+)
+def holds_no_logits(subject: Subject, dtype: torch.dtype) -> Finding:
+    # Gradients of 4 · (N + V) elements are nothing beside N · V.
+    tokens, vocabulary = 8192, 1024
+    problem = make(subject.device, tokens=tokens, hidden=4, vocabulary=vocabulary).leaves()
+    with StorageTracker(problem.input, problem.linear_weight, problem.target) as tracker:
+        loss = subject(problem)
+    share = tracker.alive(loss) / (tokens * vocabulary)
+    return Finding(share, 0.5, f"{share:.2f} · N · V elements are alive")
+
+
+def _allocations(subject: Subject, problem: Problem, elements: int, step: Callable[[Problem], object]) -> int:
+    """How many buffers of at least `elements` elements `step` allocates."""
+    with StorageTracker(problem.input, problem.linear_weight, problem.target) as tracker:
+        step(problem)
+    return sum(size >= elements for size in tracker.allocated)
+
+
+@check(
+    "frozen.linear_weight",
+    "buffers of V · D elements with a frozen linear_weight",
+    "A weight that needs no gradient should cost no (V, D) buffer.",
+)
+def frozen_weight_work(subject: Subject, dtype: torch.dtype) -> Finding:
+    problem = make(subject.device, tokens=8, hidden=512, vocabulary=256).leaves(frozen=("linear_weight",))
+    count = _allocations(subject, problem, 256 * 512, lambda problem: subject(problem).backward())
+    return Finding(float(count), 0.0, f"{count} such buffers were allocated")
+
+
+@check(
+    "frozen.input",
+    "buffers of N · D elements with a frozen input",
+    "An input that needs no gradient should cost no (N, D) buffer.",
+)
+def frozen_input_work(subject: Subject, dtype: torch.dtype) -> Finding:
+    problem = make(subject.device, tokens=256, hidden=512, vocabulary=8).leaves(frozen=("input",))
+    count = _allocations(subject, problem, 256 * 512, lambda problem: subject(problem).backward())
+    return Finding(float(count), 0.0, f"{count} such buffers were allocated")
+
+
+@check(
+    "no_grad.work",
+    "buffers of V · D or N · D elements under torch.no_grad()",
+    "Without gradients none should be computed, whatever requires_grad says.",
+)
+def no_grad_work(subject: Subject, dtype: torch.dtype) -> Finding:
+    count = 0
+    for tokens, vocabulary in ((8, 256), (256, 8)):
+        problem = make(subject.device, tokens=tokens, hidden=512, vocabulary=vocabulary).leaves()
+        with torch.no_grad():
+            count += _allocations(subject, problem, 256 * 512, subject)
+    return Finding(float(count), 0.0, f"{count} such buffers were allocated")
+
+
+def _step_problem(subject: Subject, dtype: torch.dtype) -> Problem:
+    if subject.device.type == "cuda":
+        return make(subject.device, tokens=8192, hidden=1024, vocabulary=32_000, dtype=dtype)
+    return make(subject.device, tokens=2048, hidden=64, vocabulary=1024, dtype=dtype)
+
+
+def _declare_measurements() -> None:
+    for size in (*CHUNKS, None):
+        name = "default" if size is None else str(size)
+        needs = () if size is None else ("chunk_size",)
+
+        @check(
+            f"measured.step_peak.chunk_{name}",
+            f"step peak above the inputs in MiB, chunk {name}",
+            "Memory against the chunk: a smaller chunk should not cost more.",
+            needs=needs,
+        )
+        def peak(subject: Subject, dtype: torch.dtype, size: int | None = size) -> Finding:
+            problem = _step_problem(subject, dtype)
+            extra = {} if size is None else {"chunk_size": size}
+            known = (problem.input, problem.linear_weight, problem.target)
+            mebibytes = step_peak(lambda: _step(subject, problem, extra), subject.device, *known) / 2**20
+            return Finding(mebibytes, None, f"{mebibytes:.2f} MiB; all logits would be {_logits(problem):.2f} MiB")
+
+        @check(
+            f"measured.latency.chunk_{name}",
+            f"forward + backward in ms, chunk {name}",
+            "Time against the chunk: too small a chunk should show here.",
+            needs=needs,
+        )
+        def latency(subject: Subject, dtype: torch.dtype, size: int | None = size) -> Finding:
+            problem = _step_problem(subject, dtype)
+            extra = {} if size is None else {"chunk_size": size}
+            milliseconds = _median_ms(lambda: _step(subject, problem, extra), subject.device)
+            return Finding(milliseconds, None, f"{milliseconds:.1f} ms, median of 5")
+
+
+def _step(subject: Subject, problem: Problem, extra: dict[str, int]) -> None:
+    execute(lambda problem: subject(problem, **extra), problem)
+
+
+def _logits(problem: Problem) -> float:
+    return problem.target.numel() * problem.linear_weight.shape[0] * problem.input.element_size() / 2**20
+
+
+def _median_ms(step: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Median wall time of `step` after one warm-up; on CUDA with the device's queue empty at both ends."""
+    taken = []
+    for _ in range(times + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(taken[1:])
+
+
+_declare_measurements()

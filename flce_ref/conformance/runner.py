@@ -1,0 +1,106 @@
+"""Runs the checks on one implementation and writes the report."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+# isort: off
+# Importing a file of checks declares them; a report lists them in this order.
+from . import checks_core, checks_options, checks_inputs, checks_autograd, checks_precision, checks_memory  # noqa: F401
+
+# isort: on
+from .expected import expected_failures
+from .reference import plain_linear_cross_entropy
+from .registry import CHECKS, Check, Finding, dtype_name
+from .report import Report, Row
+from .subject import Subject, is_refusal
+
+
+def verify(function: Callable[..., Any], device: torch.device | str = "cpu", **settings: Any) -> Report:
+    """Hold an implementation of linear cross-entropy to the float64 truth, to PyTorch's semantics and to its memory.
+
+    Args:
+        function: called as ``function(input (…, D), linear_weight (V, D), target (…), **options)``; returns the loss.
+            Options are those of :func:`flce_ref.linear_cross_entropy`. One that it refuses, by a NotImplementedError or
+            by a TypeError or ValueError that names the argument, makes the rows about it ``unsupported``; but loss, dx,
+            dw, the reductions and ignore_index must work.
+        device: where the inputs are.
+        settings: keyword arguments for every call, such as ``schedule="chunked"``.
+
+    Returns:
+        A :class:`~flce_ref.conformance.report.Report`: ``.ok``, ``.checks``, ``.summary``, ``str()``, ``.to_json()``.
+
+    Raises:
+        TypeError: `function` is not callable.
+    """
+    return run(function, device, settings)
+
+
+def run(
+    function: Callable[..., Any],
+    device: torch.device | str = "cpu",
+    settings: dict[str, Any] | None = None,
+    only: Iterable[str] | None = None,
+    name: str | None = None,
+) -> Report:
+    """`verify`, restricted to the checks whose ids are in `only`, with `name` as the target in the report."""
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
+    subject = Subject(function, torch.device(device), settings or {})
+    yardstick = Subject(plain_linear_cross_entropy, subject.device, {})
+    expected = expected_failures(
+        function, subject.settings, lambda id: _judge(CHECKS[id], yardstick).status == "failed"
+    )
+    chosen = CHECKS.values() if only is None else [CHECKS[id] for id in only]
+    rows = []
+    for check in chosen:
+        if check.device in (None, subject.device.type):
+            row = _judge(check, subject)
+            rows.append(_as_expected(row, expected[row.id]) if row.id in expected else row)
+    return Report(name or _name(function), str(device), torch.__version__, tuple(rows))
+
+
+def _judge(check: Check, subject: Subject) -> Row:
+    """Run one check and give its verdict."""
+
+    def row(status: str, reason: str, error: float | None = None, bound: float | None = None) -> Row:
+        return Row(check.id, check.what, dtype_name(check.dtype), error, bound, status, reason)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            finding = check.function(subject, check.dtype)
+    except Exception as error:
+        said = f"{type(error).__name__}: {_first_line(error)}"
+        if not check.core and is_refusal(error, check.needs):
+            return row("unsupported", f"Refused: {said}")
+        return row("failed", f"{check.should} It raised {said}")
+    return row(*_verdict(check, finding), finding.error, finding.bound)
+
+
+def _verdict(check: Check, finding: Finding) -> tuple[str, str]:
+    if finding.bound is None:
+        return "measured", f"{check.should} Found: {finding.detail}."
+    if finding.error <= finding.bound:
+        return "passed", check.should
+    return "failed", f"{check.should} Found: {finding.detail or f'{finding.error:.2g}'}."
+
+
+def _as_expected(row: Row, why: str) -> Row:
+    """Turn an expected failure into one, and its success into a failure: the table must be true both ways."""
+    if row.status == "failed":
+        return Row(row.id, row.what, row.dtype, row.error, row.bound, "expected_failure", f"Known: {why}. {row.reason}")
+    reason = f"Expected to fail, since {why}; it is {row.status}. Take it off the table of expected failures."
+    return Row(row.id, row.what, row.dtype, row.error, row.bound, "failed", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"

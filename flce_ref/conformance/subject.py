@@ -1,0 +1,50 @@
+"""The implementation under test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .cases import Problem, make
+
+
+@dataclass
+class Subject:
+    """`function` with the keyword arguments that every call gets, and the device its inputs are on."""
+
+    function: Callable[..., Any]
+    device: torch.device
+    settings: dict[str, Any]
+    _accepted: dict[str, bool] = field(default_factory=dict)
+
+    def __call__(self, problem: Problem, **extra: Any) -> Any:
+        """Call the function on `problem`; `extra` wins over the settings."""
+        options = {**self.settings, **problem.options(), **extra}
+        return self.function(problem.input, problem.linear_weight, problem.target, **options)
+
+    def accepts(self, **option: Any) -> bool:
+        """Whether a call on a small problem with this one option is not refused."""
+        (name,) = option
+        if name not in self._accepted:
+            try:
+                self(make(self.device, tokens=4, vocabulary=8), **option)
+                self._accepted[name] = True
+            except Exception as error:
+                self._accepted[name] = not is_refusal(error, (name,))
+        return self._accepted[name]
+
+    def chunks_of(self, size: int) -> dict[str, Any]:
+        """{"chunk_size": size}, or nothing where chunk_size is not an argument: then its own chunking is tried."""
+        return {"chunk_size": size} if self.accepts(chunk_size=size) else {}
+
+
+def is_refusal(error: Exception, arguments: tuple[str, ...]) -> bool:
+    """Whether `error` says "not supported": a NotImplementedError, or a TypeError / ValueError naming the argument."""
+    if isinstance(error, NotImplementedError):
+        return True
+    named = any(re.search(rf"\b{name}\b", str(error)) for name in arguments)
+    return named and isinstance(error, TypeError | ValueError)

@@ -1,0 +1,291 @@
+"""The conformance suite: its truth is true, it passes what is right, and each mistake fails the check that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from wrong_implementations import WRONG, Right
+
+from flce_ref import linear_cross_entropy
+from flce_ref.conformance import Report, Row, verify
+from flce_ref.conformance.cases import bias_for, class_weight_for, make, upstream_for
+from flce_ref.conformance.compare import largest, overall, worst
+from flce_ref.conformance.expected import KNOWN
+from flce_ref.conformance.reference import execute, plain, plain_linear_cross_entropy, truth
+from flce_ref.conformance.registry import CHECKS
+from flce_ref.conformance.runner import run
+from flce_ref.conformance.target import load, parse_setting
+from flce_ref.conformance.tracker import StorageTracker
+
+CORE = {
+    "loss", "dx", "dw", "reduction.mean", "reduction.sum", "reduction.none",
+    "ignore_index.loss", "ignore_index.dx", "ignore_index.dw", "ignore_index.in_vocabulary",
+}  # fmt: skip
+VERDICTS = [id for id in CHECKS if not id.startswith("measured.")]
+
+
+# ---------------------------------------------------------------- the truth, against autograd
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_truth_is_what_autograd_finds_in_float64(reduction, softcap, z_loss, smoothing):
+    problem = make(
+        dtype=torch.float64,
+        ignored=1 / 3,
+        reduction=reduction,
+        softcap=softcap,
+        z_loss=z_loss,
+        label_smoothing=smoothing,
+    )
+    problem = problem.but(linear_bias=bias_for(problem), weight=class_weight_for(problem))
+    upstream = upstream_for(problem).double() if reduction == "none" else -2.7
+    error, part = worst(execute(plain, problem, upstream), truth(problem, upstream))
+    assert error < 1e-13, part
+
+
+def test_the_truth_of_lse_is_what_autograd_finds():
+    problem = make(dtype=torch.float64, ignored=1 / 3, softcap=3.0)
+    factor = upstream_for(problem).double()
+
+    def with_lse(problem):
+        z = 3.0 * torch.tanh(F.linear(problem.input, problem.linear_weight) / 3.0)
+        return plain(problem) + (factor * torch.logsumexp(z, -1) * (problem.target != -100)).sum()
+
+    error, part = worst(execute(with_lse, problem), truth(problem, lse_upstream=factor), ("dx", "dw"))
+    assert error < 1e-13, part
+
+
+def test_every_target_ignored_has_a_nan_mean_and_zero_gradients():
+    problem = make(dtype=torch.float64, ignored=1.0)
+    for result in (truth(problem), execute(plain, problem)):
+        assert result.loss.isnan()
+        assert not result.dx.any() and not result.dw.any()
+
+
+# ---------------------------------------------------------------- how errors are measured
+
+
+def test_one_wrong_element_among_thousands_counts_in_full():
+    right = torch.ones(10_000)
+    wrong = right.clone()
+    wrong[77] = 2.0
+    assert largest(wrong, right) == 1.0
+    assert overall(wrong, right) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("measure", [largest, overall])
+def test_what_is_not_comparable_is_infinitely_wrong(measure):
+    right = torch.ones(3)
+    for wrong in (None, torch.ones(2), torch.tensor([1.0, 1.0, math.nan]), torch.tensor([1.0, math.inf, 1.0])):
+        assert measure(wrong, right) == math.inf
+    assert measure(torch.tensor(math.nan), torch.tensor(math.nan)) == 0.0
+    assert measure(torch.tensor(1.0), torch.tensor(math.nan)) == math.inf
+
+
+def test_the_tracker_sees_what_saved_tensor_hooks_do_not():
+    kept = []
+    x = torch.ones(8)
+    with StorageTracker(x) as tracker:
+        kept.append(x * 2)
+        (x * 3).sum()
+        view = x[2:]
+    assert tracker.alive() == 8
+    assert tracker.alive(kept[0]) == 0
+    assert tracker.allocated.count(8) == 2
+    assert view.numel() == 6
+
+
+# ---------------------------------------------------------------- implementations that are right
+
+
+@pytest.fixture(scope="module")
+def ours() -> Report:
+    return verify(linear_cross_entropy)
+
+
+def test_ours_passes_everything(ours):
+    assert ours.ok, str(ours)
+    assert ours.summary["unsupported"] == ours.summary["expected_failure"] == 0, str(ours)
+    assert ours.summary["passed"] == len([id for id in VERDICTS if CHECKS[id].device is None])
+
+
+def test_a_right_implementation_passes_everything_that_it_supports():
+    report = run(Right(), only=VERDICTS)
+    assert report.ok, str(report)
+    refused = {row.id for row in report.checks if row.status == "unsupported"}
+    assert refused == {"label_smoothing", "softcap", "return_lse", "return_lse.gradient", "combinations.softcap"}
+
+
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed"])
+def test_the_other_schedules_fail_only_as_expected(schedule):
+    report = verify(linear_cross_entropy, schedule=schedule)
+    assert report.ok, str(report)
+    known = {row.id: row.reason for row in report.checks if row.status == "expected_failure"}
+    assert ("memory.holds_no_logits" in known) == (schedule != "checkpointed")
+    assert ("precision.dw_many_chunks.bfloat16" in known) == (schedule != "naive")
+    assert all(reason.startswith("Known: ") for reason in known.values())
+
+
+def test_an_expected_failure_that_passes_is_a_failure(monkeypatch):
+    monkeypatch.setitem(KNOWN, "naive", {"loss": "a rumour"})
+    report = run(linear_cross_entropy, settings={"schedule": "naive"}, only=["loss"])
+    assert report["loss"].status == "failed"
+    assert "a rumour" in report["loss"].reason
+
+
+def test_low_precision_accumulation_is_seen_through_the_settings():
+    report = run(
+        linear_cross_entropy,
+        settings={"accum_dtype": torch.bfloat16},
+        only=["precision.dw_many_chunks.bfloat16", "precision.dx.bfloat16"],
+    )
+    assert [row.id for row in report.failed] == ["precision.dw_many_chunks.bfloat16"]
+
+
+# ---------------------------------------------------------------- implementations that are wrong
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_mistake_fails_the_check_that_names_it(name):
+    implementation = WRONG[name]()
+    # The one slow check runs only where it has something to say.
+    only = [id for id in VERDICTS if id != "precision.float16_mean" or id == implementation.caught_by]
+    failed = {row.id for row in run(implementation, only=only).failed}
+    assert implementation.caught_by in failed
+    others = {id for id in failed - {implementation.caught_by} if not any(fnmatch(id, p) for p in implementation.also)}
+    assert not others, "it failed what has nothing to do with its mistake"
+
+
+def test_every_core_row_is_named_by_some_mistake_or_fails_without_gradients():
+    def no_gradient(input, linear_weight, target, **options):
+        return plain_linear_cross_entropy(input, linear_weight, target, **options).detach()
+
+    failed = {row.id for row in run(no_gradient, only=CORE).failed}
+    assert failed == CORE
+
+
+def test_core_rows_cannot_be_unsupported_and_others_can():
+    def refuses(input, linear_weight, target, **options):
+        raise NotImplementedError(f"not today: {options}")
+
+    report = run(refuses, only=[*CORE, "softcap"])
+    assert {row.id for row in report.failed} == CORE
+    assert report["softcap"].status == "unsupported"
+    assert all(CHECKS[id].core for id in CORE)
+
+
+def test_an_error_that_does_not_name_the_argument_is_a_failure():
+    def broken(input, linear_weight, target, **options):
+        raise ValueError("something else")
+
+    assert run(broken, only=["softcap"])["softcap"].status == "failed"
+
+
+def test_a_crash_is_reported_and_survived():
+    def crashes(input, linear_weight, target, **options):
+        if (target >= len(linear_weight)).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain_linear_cross_entropy(input, linear_weight, target, **options)
+
+    row = run(crashes, only=["target.out_of_range"])["target.out_of_range"]
+    assert row.status == "failed"
+    assert "died" in row.reason
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_the_report_is_json_and_a_table():
+    rows = (
+        Row("a", "what", "float32", math.inf, 1e-5, "failed", "It should be."),
+        Row("b.c", "what", "float32", None, None, "unsupported", "Refused."),
+    )
+    report = Report("m:f", "cpu", "2.13", rows)
+    document = json.loads(report.to_json())
+    assert list(document) == ["target", "device", "torch", "checks", "summary"]
+    assert list(document["checks"][0]) == ["id", "what", "dtype", "error", "bound", "status", "reason"]
+    assert document["checks"][0]["error"] is None
+    assert document["summary"] == {"passed": 0, "failed": 1, "expected_failure": 0, "unsupported": 1, "measured": 0}
+    assert not report.ok
+    assert "failed: a: It should be." in str(report)
+    with pytest.raises(KeyError, match="nothing"):
+        report["nothing"]
+
+
+def test_not_a_function_is_a_type_error():
+    with pytest.raises(TypeError, match="callable, got int"):
+        verify(3)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("chunk_size=16", 16),
+        ("softcap=None", None),
+        ("schedule=naive", "naive"),
+        ("schedule='naive'", "naive"),
+        ("accum_dtype=float32", torch.float32),
+        ("accum_dtype=torch.bfloat16", torch.bfloat16),
+        ("z_loss=1e-4", 1e-4),
+    ],
+)
+def test_settings_are_literals_dtypes_or_strings(text, value):
+    assert parse_setting(text) == (text.partition("=")[0], value)
+
+
+@pytest.mark.parametrize("text", ["chunk_size", "=3", "chunk size=3"])
+def test_a_setting_without_its_form_is_refused(text):
+    with pytest.raises(ValueError, match="key=value"):
+        parse_setting(text)
+
+
+def test_targets_are_found_by_module_and_by_file(tmp_path):
+    assert load("flce_ref:linear_cross_entropy") is linear_cross_entropy
+    path = tmp_path / "some_loss.py"
+    path.write_text("def loss(x, w, y): ...\nlimit = 3\n")
+    assert load(f"{path}:loss").__name__ == "loss"
+    for name, said in {
+        "flce_ref": "MODULE:FUNCTION",
+        "no_such_module:f": "importing 'no_such_module' failed",
+        f"{path}:lose": "it has: loss",
+        f"{path}:limit": "can't be called",
+        f"{tmp_path / 'absent.py'}:f": "importing",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            load(name)
+
+
+def verify_command(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flce_ref", "verify", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
+
+
+def test_the_command_prints_one_json_document_and_fails_with_status_1():
+    done = verify_command("wrong_implementations.py:mean_over_all_tokens", "--json", "--set", "chunk_size=64")
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    assert document["target"] == "wrong_implementations.py:mean_over_all_tokens"
+    assert "ignore_index.loss" in [row["id"] for row in document["checks"] if row["status"] == "failed"]
+
+
+def test_the_command_says_what_is_wrong_with_its_arguments():
+    for arguments in (["flce_ref:nothing"], ["nowhere:f"], ["flce_ref:linear_cross_entropy", "--set", "naive"], []):
+        done = verify_command(*arguments)
+        assert done.returncode == 2
+        assert "error:" in done.stderr
