@@ -1,0 +1,200 @@
+"""The row kernel in CUDA C++ (``cross_entropy.cu``): compiled at run time by NVRTC, launched on PyTorch's current stream.
+
+No compiler needs to be installed: NVRTC is a library, reached through ``cuda.core`` (extras ``[cuda12]``, ``[cuda13]``).
+A configuration is compiled when it is first used, in a fraction of a second, and kept for the life of the process;
+nothing here synchronises, and a launch can be captured into a CUDA graph once its configuration has been used before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from ctypes import c_float
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..objective import Objective
+
+DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
+
+# Enough threads of a multiprocessor to keep its memory busy; more would leave each fewer than 40 registers.
+_THREADS_PER_MULTIPROCESSOR = 1536
+# What CUDA itself takes of the shared memory of each block.
+_RESERVED_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one row of logits is spread over the GPU."""
+
+    cluster: int = 1  # blocks per row; more than one needs thread block clusters (compute capability ≥ 9.0)
+    threads: int = 512  # per block
+    min_blocks: int = 1  # that the compiler leaves registers for on each multiprocessor
+    hold_row: bool = False  # keep the row in shared memory from the first pass to the second
+    bulk_copy: bool = False  # ... brought there by the copy engine (compute capability ≥ 9.0)
+
+    def held_bytes(self, vocab_size: int, itemsize: int) -> int:
+        """Shared memory that a block needs for its share of a row."""
+        width = 16 // itemsize
+        return -(-(vocab_size // width) // self.cluster) * 16 if self.hold_row else 0
+
+
+def choose_layout(
+    vocab_size: int, itemsize: int, capability: tuple[int, int], bytes_per_block: int, bytes_per_multiprocessor: int
+) -> Layout:
+    """The layout for rows of ``vocab_size`` logits, given the GPU's capability and shared memory.
+
+    Blocks of different rows overlap one another's loads, sums and stores, so the smallest cluster that lets three share
+    a multiprocessor is taken; failing that two, or one. A row that fits nowhere is read twice.
+    """
+    sizes = (1, 2, 4, 8) if capability >= (9, 0) else (1,)
+    for wanted in (3, 2, 1):
+        for cluster in sizes:
+            vectors = -(-vocab_size * itemsize // (16 * cluster))
+            threads = 512 if vectors > 1024 else 128
+            layout = Layout(cluster, threads, hold_row=True)
+            need = layout.held_bytes(vocab_size, itemsize) + 12 * cluster * threads // 32 + _RESERVED_BYTES
+            fit = bytes_per_multiprocessor // need if need <= bytes_per_block + _RESERVED_BYTES else 0
+            if fit >= wanted:
+                return Layout(cluster, threads, min(fit, _THREADS_PER_MULTIPROCESSOR // threads), hold_row=True)
+    return Layout(threads=512, min_blocks=3)
+
+
+@functools.cache
+def problem(device: int) -> str | None:
+    """Why the kernel cannot run on CUDA device number ``device``, or None if it can; found out by loading it once.
+
+    Warns (once per device) where all packages are there but the driver or NVRTC refuses.
+    """
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.version.cuda is None:
+        return "this PyTorch is not built for CUDA"
+    try:
+        _cuda()
+    except ImportError as error:
+        return f"needs the packages of flce-ref[cuda{torch.version.cuda.split('.')[0]}]: {error}"
+    try:
+        _kernel(device, torch.float32, Layout(), False, False, False)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the CUDA C++ kernel of flce_ref can't be used: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
+
+
+def cross_entropy_(
+    logits: Tensor,
+    target: Tensor,
+    objective: Objective,
+    grad_loss: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    write_grad: bool = True,
+    layout: Layout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`flce_ref.kernels.eager.cross_entropy_`, for logits (C, V) on a CUDA device with columns of stride 1.
+
+    A target that is no word makes NaN and reads nothing. ``layout`` is for measuring; None chooses.
+    """
+    rows, vocab_size = logits.shape
+    device = logits.device.index
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    lse = torch.empty_like(loss)
+    if rows == 0:
+        return loss, lse
+    layout = layout or _layout(device, vocab_size, logits.element_size(), write_grad)
+    held = layout.held_bytes(vocab_size, logits.element_size())
+    smoothing, weight = objective.label_smoothing, objective.class_weight
+    total_weight = weight.sum() if weight is not None and smoothing else None
+    softcap = objective.softcap
+    kernel = _kernel(device, logits.dtype, layout, bool(smoothing), softcap is not None, write_grad)
+    vectors = [None if t is None else t.contiguous() for t in (target, weight, total_weight, grad_loss, grad_lse)]
+    pointers = [0 if t is None else t.data_ptr() for t in vectors]
+    core = _cuda()
+    with torch.cuda.device(device):
+        core.launch(
+            core.Stream.from_handle(torch.cuda.current_stream().cuda_stream),
+            core.LaunchConfig(grid=rows * layout.cluster, block=layout.threads, shmem_size=held),
+            kernel,
+            logits.data_ptr(), logits.stride(0), vocab_size, *pointers, loss.data_ptr(), lse.data_ptr(),
+            objective.ignore_index, c_float(smoothing), c_float(objective.z_loss), c_float(softcap or 0.0),
+        )  # fmt: skip
+    return loss, lse
+
+
+def compile_cubin(
+    arch: str, dtype: torch.dtype, layout: Layout, smoothing: bool, softcap: bool, write_grad: bool
+) -> Any:
+    """Machine code for ``arch`` ("sm_90"), as a ``cuda.core.ObjectCode``; needs NVRTC but no GPU."""
+    core = _cuda()
+    macros = {
+        DTYPES[dtype]: 1, "CLUSTER": layout.cluster, "THREADS": layout.threads, "MIN_BLOCKS": layout.min_blocks,
+        "HOLD_ROW": layout.hold_row, "BULK_COPY": layout.bulk_copy, "SMOOTHING": smoothing, "SOFTCAP": softcap,
+        "WRITE_GRAD": write_grad,
+    }  # fmt: skip
+    options = core.ProgramOptions(
+        arch=arch, std="c++17", define_macro=[(name, str(int(value))) for name, value in macros.items()]
+    )
+    return core.Program(_source(), "c++", options=options).compile("cubin")
+
+
+@functools.cache
+def _source() -> str:
+    return Path(__file__).with_name("cross_entropy.cu").read_text(encoding="utf-8")
+
+
+@functools.cache
+def _cuda() -> Any:
+    """``cuda.core``, imported when it is first needed: it is an optional package."""
+    core = importlib.import_module("cuda.core")
+    if not hasattr(core, "Program"):
+        raise ImportError("cuda-core is too old, 0.5 or newer is needed")
+    return core
+
+
+@functools.cache
+def _layout(device: int, vocab_size: int, itemsize: int, write_grad: bool) -> Layout:
+    if not write_grad:  # every logit is needed once only
+        return Layout(threads=512 if vocab_size > 8192 else 128, min_blocks=3)
+    gpu = torch.cuda.get_device_properties(device)
+    return choose_layout(
+        vocab_size, itemsize, (gpu.major, gpu.minor),
+        gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor,
+    )  # fmt: skip
+
+
+@functools.cache
+def _kernel(device: int, dtype: torch.dtype, layout: Layout, smoothing: bool, softcap: bool, write_grad: bool) -> Any:
+    """The configuration, compiled for ``device``, loaded, and allowed all the shared memory that a block can have."""
+    gpu = torch.cuda.get_device_properties(device)
+    with torch.cuda.device(device):
+        code = compile_cubin(f"sm_{gpu.major}{gpu.minor}", dtype, layout, smoothing, softcap, write_grad)
+        kernel = code.get_kernel("cross_entropy")
+        if layout.hold_row:
+            _allow_shared_memory(kernel, device, gpu.shared_memory_per_block_optin)
+    return kernel
+
+
+def _allow_shared_memory(kernel: Any, device: int, bytes_per_block: int) -> None:
+    """More than 48 KiB per block must be asked for, and so must the largest split between shared memory and L1."""
+    driver = importlib.import_module("cuda.bindings.driver")
+    handle, cu_device = getattr(kernel, "handle", None) or kernel._handle, driver.CUdevice(device)
+    attributes = driver.CUfunction_attribute
+
+    def checked(status: Any, *result: Any) -> Any:
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"setting the shared memory of the kernel failed with {status.name}")
+        return result
+
+    static_size = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    (static,) = checked(*driver.cuKernelGetAttribute(static_size, handle, cu_device))
+    for name, value in (
+        (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes_per_block - static),
+        (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+    ):
+        checked(*driver.cuKernelSetAttribute(name, value, handle, cu_device))
