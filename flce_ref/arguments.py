@@ -92,7 +92,8 @@ def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
     """The dtype in which ``F.linear`` would compute under the autocast now in force; None outside autocast."""
     device = input.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Asked by name, since torch.amp.is_autocast_available cannot be compiled before PyTorch 2.9.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return None if input.dtype == torch.float64 else torch.get_autocast_dtype(device)
 

@@ -230,7 +230,8 @@ def test_the_script_free_picture_is_wellformed_and_names_its_bands(h200_naive: T
 def test_alt_text_says_what_the_numbers_are(step: Timeline) -> None:
     assert step.alt_text() == (
         "a step: memory over 7 allocator events (simulated) peaks at 21.00 MiB, 16.00 MiB above the inputs, at event "
-        "2, in forward; alive then: log-probabilities 8.00 MiB, logits 8.00 MiB, linear_weight 4.00 MiB, input 1.00 MiB."
+        "2, in forward; alive then: log-probabilities 8.00 MiB, logits 8.00 MiB, linear_weight 4.00 MiB, input 1.00 "
+        "MiB."
     )
 
 

@@ -78,8 +78,7 @@ def plot(
         _label_peak(ax, layout, scale)
     if legend:
         handles = _handles([timeline], [layout])
-        columns = min(len(handles), 5) or 1
-        ax.legend(handles=handles, ncols=columns, loc="upper left", bbox_to_anchor=(0, -0.16), **_LEGEND)
+        ax.legend(handles=handles, ncols=_balanced(len(handles), 5), loc="upper left", **_LEGEND, **_BELOW)
     return ax
 
 
@@ -119,7 +118,7 @@ def compare(
     for ax in axes.flat[len(timelines) :]:
         ax.set_visible(False)
     handles = _handles(timelines, [lay_out(timeline) for timeline in timelines])
-    figure.legend(handles=handles, ncols=min(len(handles), 3 * columns) or 1, loc="outside lower left", **_LEGEND)
+    figure.legend(handles=handles, ncols=_balanced(len(handles), 3 * columns), loc="outside lower left", **_LEGEND)
     return figure
 
 
@@ -151,6 +150,15 @@ _LEGEND: dict[str, Any] = {
 }
 
 
+_BELOW: dict[str, Any] = {"bbox_to_anchor": (0, -0.16)}
+
+
+def _balanced(count: int, most: int) -> int:
+    """Columns of a legend of ``count`` entries, at most ``most`` of them, in rows of nearly one length."""
+    rows = max(1, math.ceil(count / most))
+    return max(1, math.ceil(count / rows))
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
@@ -166,7 +174,10 @@ def _draw_bands(ax: Axes, layout: Layout, scale: int) -> None:
     for band in layout.bands:
         fill = np.array(to_rgb(COLOURS[band.category]))
         polygons = [polygon / (1, scale) for polygon in outline(band, layout.edges)]
-        ax.add_collection(PolyCollection(polygons, facecolors=[fill], edgecolors=[fill * 0.72], linewidths=0.5))
+        # Outlines part neighbours of one colour; of many thin bands they would be all that is left to see.
+        outlined = band.count == 1 and band.bytes > layout.top / 50
+        edge, width = (fill * 0.72, 0.5) if outlined else (fill, 0.2)
+        ax.add_collection(PolyCollection(polygons, facecolors=[fill], edgecolors=[edge], linewidths=width))
 
 
 def _style(ax: Axes) -> None:
