@@ -1,0 +1,79 @@
+"""Make the figures of the chapters and the data behind them: ``python book/figures/make_figures.py [NAME …]``.
+
+Every figure is ``NAME.svg``, its alternative text ``NAME.txt`` and, for timelines, an interactive ``NAME.html``, beside
+this file; ``{drawn} NAME`` puts them on a page. What was computed for it goes to ``book/data/``, where ``{value}`` reads
+it. Two runs give the same bytes. Without names, everything is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from flce_ref.memory import Timeline
+from flce_ref.memory.viewer import to_iframe
+
+FIGURES = Path(__file__).parent
+DATA = FIGURES.parent / "data"
+
+
+def save(name: str, figure: Figure, alt: str, timelines: Sequence[Timeline] = ()) -> None:
+    """Write the picture ``name``, its alternative text and, if ``timelines`` are given, its interactive page."""
+    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    (FIGURES / f"{name}.txt").write_text(alt + "\n", encoding="utf-8")
+    if timelines:
+        (FIGURES / f"{name}.html").write_text(to_iframe(timelines) + "\n", encoding="utf-8")
+
+
+def write_json(name: str, document: Any) -> None:
+    """Write ``book/data/name`` so that a diff shows one row a line."""
+    text = json.dumps(document, ensure_ascii=False, indent=1)
+    (DATA / name).parent.mkdir(exist_ok=True)
+    (DATA / name).write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(name: str) -> Any:
+    return json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    import one_naive_step
+    import the_plateau
+    import the_spike
+
+    makers: dict[str, Callable[[], None]] = {
+        "models": the_spike.models_table,
+        "context": the_spike.context,
+        "whole-step": the_spike.whole_step,
+        "naive-step": one_naive_step.naive_step,
+        "chunked-step": the_plateau.chunked_step,
+        "plateau": the_plateau.plateau,
+        "dw-error": the_plateau.dw_error,
+    }
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(makers)}; all without")
+    names = parser.parse_args().names or list(makers)
+    unknown = sorted(set(names) - set(makers))
+    if unknown:
+        parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(makers)}")
+    plt.style.use(FIGURES.parent / "flce.mplstyle")
+    for name in names:
+        print(f"making {name}", file=sys.stderr, flush=True)
+        makers[name]()
+
+
+if __name__ == "__main__":
+    # Under its own name too, so that the modules beside it find it imported already.
+    sys.modules["make_figures"] = sys.modules["__main__"]
+    main()
