@@ -86,7 +86,8 @@ def test_nothing_waits_for_the_device_and_graphs_can_be_captured(kernel: str) ->
 
     def step() -> tuple[torch.Tensor, ...]:
         loss = linear_cross_entropy(x, w, y, kernel=kernel, chunk_size=128, label_smoothing=0.1)
-        return loss, *torch.autograd.grad(loss * 3, (x, w))
+        # Detached: a graph kept alive from before the capture would tie it to the stream of that time.
+        return loss.detach(), *torch.autograd.grad(loss * 3, (x, w))
 
     expected = step()  # compiles what is compiled
     torch.cuda.set_sync_debug_mode("error")
