@@ -1,9 +1,9 @@
 """Sphinx extension: numbers and pictures that come out of data files, so that none is typed into the prose.
 
-``{value}`h200/peers-2026-12-01.json | name=chunked8, N=8192, V=151552, ign=0 / ms | .1f` `` prints one number. The first
-part is a JSON file below ``book/data``; the second is a path into it, whose steps are keys or, for a list of objects,
-``key=value`` conditions that select exactly one; the third is a format specification, followed by a unit of ``UNITS`` to
-convert a number of bytes. A step can be left out: ``file | key``.
+``{value}`h200/peers-2026-12-01.json | name=chunked8, N=8192, V=151552, ign=0 / ms | .1f` `` prints one number. The
+first part is a JSON file below ``book/data``; the second is a path into it, whose steps are keys or, for a list of
+objects, ``key=value`` conditions that select exactly one; the third is a format specification, followed by a unit of
+``UNITS`` to convert a number of bytes. A step can be left out: ``file | key``.
 
 ``{drawn} NAME`` is a figure of ``book/figures/NAME.svg`` whose alternative text is ``book/figures/NAME.txt``: both are
 written by ``book/figures/make_figures.py``, from the same numbers. With ``:interactive:`` the page
@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
-from docutils.parsers.rst.directives.images import Figure
 from docutils.parsers.rst.states import Inliner
 from sphinx.application import Sphinx
+from sphinx.directives.patches import Figure
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "GB": 10**9, "percent": 0.01, "k": 1000}
 BOOK = Path(__file__).parents[1]

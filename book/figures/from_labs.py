@@ -37,6 +37,15 @@ def has_something(path: Path) -> bool:
     return any(figure_names(cell) or f"{VARIABLE} =" in cell.source for cell in cells)
 
 
+def rounded(value: Any) -> Any:
+    """``value`` with its floats cut to six digits: the last ones differ from run to run, and no chapter quotes them."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def collect(path: Path) -> None:
     """Run the lab at ``path``; write its figures, their texts and its numbers."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -52,7 +61,7 @@ def collect(path: Path) -> None:
         plt.close("all")
     if VARIABLE in namespace:
         NUMBERS.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(namespace[VARIABLE], ensure_ascii=False, indent=1)
+        text = json.dumps(rounded(namespace[VARIABLE]), ensure_ascii=False, indent=1)
         (NUMBERS / f"{path.stem}.json").write_text(text + "\n", encoding="utf-8")
 
 
