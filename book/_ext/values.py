@@ -26,6 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.directives.patches import Figure
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "GB": 10**9, "percent": 0.01, "k": 1000}
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 BOOK = Path(__file__).parents[1]
 
 
@@ -65,6 +66,9 @@ def formatted(value: Any, specification: str) -> str:
     if unit:
         value = value / UNITS[unit]
     text = format(value, pattern)
+    mantissa, e, exponent = text.partition("e")
+    if e and isinstance(value, float):
+        return f"{mantissa} × 10{str(int(exponent)).translate(SUPERSCRIPTS)}"
     return text.replace("-", "\N{MINUS SIGN}") if isinstance(value, (int, float)) else text
 
 

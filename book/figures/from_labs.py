@@ -1,8 +1,8 @@
-"""The chapters' figures and numbers that come out of labs: ``python book/figures/from_labs.py [notebooks/NN_lab.ipynb …]``.
+"""What the chapters take out of labs: ``python book/figures/from_labs.py [notebooks/NN_lab.ipynb …]``.
 
-A chapter shows the figure that its lab draws and quotes the numbers that its lab measures, so the two can't disagree. The
-lab's code cells are run in order. What a cell tagged ``figure:NAME`` has drawn becomes ``NAME.svg`` beside this file, the
-cell's alternative text ``NAME.txt``, for ``{drawn} NAME``; a lab's variable ``for_the_chapter`` becomes
+A chapter shows the figure that its lab draws and quotes the numbers that its lab measures, so the two can't disagree.
+The lab's code cells are run in order. What a cell tagged ``figure:NAME`` has drawn becomes ``NAME.svg`` beside this
+file, the cell's alternative text ``NAME.txt``, for ``{drawn} NAME``; a lab's variable ``for_the_chapter`` becomes
 ``book/data/labs/LAB.json``, for ``{value}``. Without arguments, every lab that has either is run.
 """
 
