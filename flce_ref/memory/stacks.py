@@ -40,7 +40,7 @@ class Stacks:
             if not _is_machinery(frame.f_code):
                 key = (frame.f_code, frame.f_lineno)
                 if key not in self._frames:
-                    self._frames[key] = Frame(_short_path(key[0].co_filename), key[1], key[0].co_name)
+                    self._frames[key] = Frame(short_path(key[0].co_filename), key[1], key[0].co_name)
                 frames.append(self._frames[key])
             frame = frame.f_back
         return tuple(frames), from_engine
@@ -52,7 +52,7 @@ class Stacks:
 
 @cache
 def _is_machinery(code: CodeType) -> bool:
-    return "torch/_library/" in code.co_filename.replace("\\", "/") or _short_path(code.co_filename) in _MACHINERY
+    return "torch/_library/" in code.co_filename.replace("\\", "/") or short_path(code.co_filename) in _MACHINERY
 
 
 @cache
@@ -61,7 +61,7 @@ def _is_engine(code: CodeType) -> bool:
 
 
 @cache
-def _short_path(path: str) -> str:
+def short_path(path: str) -> str:
     """A file as its package names it (``torch/nn/functional.py``), else by its name: never its place on a machine."""
     if path.startswith("<"):
         return path
