@@ -59,7 +59,9 @@ def prepare(
     )
     n = input.shape[0]
     chunk = default_chunk_size(n, hidden_size) if chunk_size is None else min(int(chunk_size), max(n, 1))
-    plan = Plan(chunk, accumulation_dtype(accum_dtype, compute_dtype), kernels.resolve(kernel, input))
+    if schedule == "fused":
+        kernel = kernels.resolve(kernel, input.device, compute_dtype)
+    plan = Plan(chunk, accumulation_dtype(accum_dtype, compute_dtype), kernel)
     return Call(input, target, objective, schedule, plan, compute_dtype)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import kernels
 from .call import Call, prepare
 from .functional import linear_cross_entropy
 from .schedules.peak import Head, fused_peak, plain_peak
@@ -61,6 +62,7 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     elif arguments["chunk_size"] is None:
         why.append("the default chunk: about D tokens, at least 1024, all chunks about equal")
     if call.schedule == "fused":
+        why.append(kernels.why(arguments["kernel"], input.device, call.compute_dtype))
         why += _why_fused(call, head, arguments["reduction"], return_lse)
     if skip_ignored:
         why.append(

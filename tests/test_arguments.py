@@ -59,7 +59,7 @@ X, W, Y = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64
             r"accum_dtype for torch.float32 products must be None, torch.float32",
         ),
         ({"accum_dtype": "float32"}, TypeError, r"accum_dtype must be a torch.dtype or None"),
-        ({"kernel": "warp"}, ValueError, r"kernel must be one of 'auto', 'eager'.*got 'warp'"),
+        ({"kernel": "warp"}, ValueError, r"kernel must be one of 'auto', 'cuda', 'triton', 'eager', got 'warp'"),
         ({"options": object()}, TypeError, r"options belong to torch.nn.functional.linear_cross_entropy"),
         ({"schedule": "naive", "chunk_size": 2}, ValueError, r"schedule='naive' has no use for chunk_size"),
         ({"schedule": "chunked", "kernel": "eager"}, ValueError, r"schedule='chunked' has no use for kernel"),

@@ -186,6 +186,7 @@ __device__ Stats merged_over_group(Stats s, int block) {
         asm volatile("st.shared::cluster.f32 [%0+4], %1;" ::"r"(there), "f"(s.sumexp) : "memory");
         asm volatile("st.shared::cluster.f32 [%0+8], %1;" ::"r"(there), "f"(s.smooth) : "memory");
     }
+    __syncwarp();  // the barrier is .aligned: all lanes must come to it together
     cluster_arrive();
     cluster_wait();
 #else

@@ -59,7 +59,7 @@ def choose_layout(
             threads = 512 if vectors > 1024 else 128
             layout = Layout(cluster, threads, hold_row=True)
             need = layout.held_bytes(vocab_size, itemsize) + 12 * cluster * threads // 32 + _RESERVED_BYTES
-            fit = bytes_per_multiprocessor // need if need <= bytes_per_block + _RESERVED_BYTES else 0
+            fit = bytes_per_multiprocessor // need if need <= bytes_per_block else 0
             if fit >= wanted:
                 return Layout(cluster, threads, min(fit, _THREADS_PER_MULTIPROCESSOR // threads), hold_row=True)
     return Layout(threads=512, min_blocks=3)
@@ -67,20 +67,19 @@ def choose_layout(
 
 @functools.cache
 def problem(device: int) -> str | None:
-    """Why the kernel cannot run on CUDA device number ``device``, or None if it can; found out by loading it once.
+    """Why the kernel cannot run on CUDA device number ``device``, or None if it can; found out by launching it once.
 
-    Warns (once per device) where all packages are there but the driver or NVRTC refuses.
+    Warns (once per device) where all packages are there but NVRTC or the driver refuses.
     """
-    if not torch.cuda.is_available():
-        return "no CUDA device"
     if torch.version.cuda is None:
         return "this PyTorch is not built for CUDA"
     try:
         _cuda()
     except ImportError as error:
-        return f"needs the packages of flce-ref[cuda{torch.version.cuda.split('.')[0]}]: {error}"
-    try:
-        _kernel(device, torch.float32, Layout(), False, False, False)
+        return f"it needs the packages of flce-ref[cuda{torch.version.cuda.split('.')[0]}]: {error}"
+    try:  # a row long enough to be spread over a cluster, where there are clusters
+        logits = torch.zeros(1, 2**17, dtype=torch.bfloat16, device=torch.device("cuda", device))
+        cross_entropy_(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), Objective(logits.shape[1]))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the CUDA C++ kernel of flce_ref can't be used: {reason}", RuntimeWarning, stacklevel=2)
@@ -102,7 +101,7 @@ def cross_entropy_(
     A target that is no word makes NaN and reads nothing. ``layout`` is for measuring; None chooses.
     """
     rows, vocab_size = logits.shape
-    device = logits.device.index
+    device = logits.get_device()
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
     if rows == 0:
@@ -113,7 +112,9 @@ def cross_entropy_(
     total_weight = weight.sum() if weight is not None and smoothing else None
     softcap = objective.softcap
     kernel = _kernel(device, logits.dtype, layout, bool(smoothing), softcap is not None, write_grad)
-    vectors = [None if t is None else t.contiguous() for t in (target, weight, total_weight, grad_loss, grad_lse)]
+    # The kernel gets bare addresses: what stands there must be what it takes it for.
+    vectors = [_vector(target, rows, torch.int64), _vector(weight, vocab_size), _vector(total_weight, 1)]
+    vectors += [_vector(grad_loss, rows), _vector(grad_lse, rows)]
     pointers = [0 if t is None else t.data_ptr() for t in vectors]
     core = _cuda()
     with torch.cuda.device(device):
@@ -125,6 +126,10 @@ def cross_entropy_(
             objective.ignore_index, c_float(smoothing), c_float(objective.z_loss), c_float(softcap or 0.0),
         )  # fmt: skip
     return loss, lse
+
+
+def _vector(values: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    return None if values is None else values.to(dtype).expand(length).contiguous()
 
 
 def compile_cubin(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..objective import Objective
-from . import eager
+from . import implementation
 
 # A block of the left factor, copied to the accumulator's dtype where the device has no mixed-precision product.
 _BLOCK_BYTES = 64 * 2**20
@@ -52,7 +52,7 @@ def _cross_entropy_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     objective = Objective(logits.shape[1], ignore_index, label_smoothing, z_loss, softcap, class_weight)
-    return eager.cross_entropy_(logits, target, objective, grad_loss, grad_lse, write_grad)
+    return implementation(kernel, logits)(logits, target, objective, grad_loss, grad_lse, write_grad)
 
 
 @_cross_entropy_op.register_fake

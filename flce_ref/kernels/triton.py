@@ -6,6 +6,9 @@ across a loop. Under ``TRITON_INTERPRET=1`` it runs on the CPU, slowly, which is
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 import triton
 import triton.language as tl
@@ -13,10 +16,24 @@ from torch import Tensor
 
 from ..objective import Objective
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 # The maximum starts here and not at −∞, so that exp(−∞ − max) of a masked word is 0 and not NaN.
 _LOWEST = tl.constexpr(-3.402823466e38)
+
+
+@functools.cache
+def problem(device: int) -> str | None:
+    """Why the kernel cannot run on CUDA device number ``device``, or None if it can; found out by launching it once.
+
+    Warns (once per device) where it cannot, as Triton is there and only its compiler or the driver can have refused.
+    """
+    try:
+        logits = torch.zeros(1, 1, device=torch.device("cuda", device))
+        cross_entropy_(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), Objective(1))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the Triton kernel of flce_ref can't be used: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
 
 
 def cross_entropy_(
