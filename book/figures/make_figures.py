@@ -1,8 +1,8 @@
 """Make the figures of the chapters and the data behind them: ``python book/figures/make_figures.py [NAME …]``.
 
-Every figure is ``NAME.svg``, its alternative text ``NAME.txt`` and, for timelines, an interactive ``NAME.html``, beside
-this file; ``{drawn} NAME`` puts them on a page. What was computed for it goes to ``book/data/``, where ``{value}`` reads
-it. Two runs give the same bytes. Without names, everything is made.
+Every figure is ``NAME.svg``, its alternative text ``NAME.txt`` and, for timelines, an interactive ``NAME.html``,
+beside this file; ``{drawn} NAME`` puts them on a page. What was computed for it goes to ``book/data/``, where
+``{value}`` reads it. Two runs give the same bytes. Without names, everything is made.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def main() -> None:
     import one_naive_step
     import the_plateau
     import the_spike
+    import whole_steps
 
     makers: dict[str, Callable[[], None]] = {
         "models": the_spike.models_table,
         "context": the_spike.context,
-        "whole-step": the_spike.whole_step,
+        "whole-step": whole_steps.whole_step,
         "naive-step": one_naive_step.naive_step,
         "chunked-step": the_plateau.chunked_step,
         "plateau": the_plateau.plateau,

@@ -1,4 +1,4 @@
-"""Chapter 1: the heads of published models, the step peak against the context length, a whole training step."""
+"""Chapter 1: the heads of published models, the step peak against the context length."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def context() -> None:
         gib = gpu["total_mib"] / 1024
         ax.axhline(gib, color="#7f7f7f", linewidth=0.9, linestyle=":")
         below = gpu["name"] == "H200"  # the next line above it is close
-        ax.annotate(gpu["name"], (CONTEXTS[0], gib), (0, -10 if below else 2), textcoords="offset points", fontsize="small")
+        shift = (0, -10 if below else 2)
+        ax.annotate(gpu["name"], (CONTEXTS[0], gib), shift, textcoords="offset points", fontsize="small")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ax.set_xticks(CONTEXTS[::2], [f"{n // 1024}K" if n < 2**20 else "1M" for n in CONTEXTS[::2]])
@@ -90,10 +91,6 @@ def context() -> None:
     save(
         "context",
         figure,
-        f"Step peak against the number of tokens on logarithmic axes. {ends}. The first two are parallel straight lines and "
-        "pass the memory of every GPU drawn; the last two are nearly flat and stay below all of them.",
+        f"Step peak against the number of tokens on logarithmic axes. {ends}. The first two are parallel straight "
+        "lines and pass the memory of every GPU drawn; the last two are nearly flat and stay below all of them.",
     )
-
-
-def whole_step() -> None:
-    raise NotImplementedError
