@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from wrong_implementations import WRONG, Right
 from flce_ref import linear_cross_entropy
 from flce_ref.conformance import Report, Row, verify
 from flce_ref.conformance.cases import bias_for, class_weight_for, make, upstream_for
-from flce_ref.conformance.compare import largest, overall, worst
+from flce_ref.conformance.compare import largest, like_plain, overall, worst
 from flce_ref.conformance.expected import KNOWN
 from flce_ref.conformance.reference import execute, plain, plain_linear_cross_entropy, truth
 from flce_ref.conformance.registry import CHECKS
@@ -103,9 +104,15 @@ def test_the_tracker_sees_what_saved_tensor_hooks_do_not():
         (x * 3).sum()
         view = x[2:]
     assert tracker.alive() == 8
-    assert tracker.alive(kept[0]) == 0
     assert tracker.allocated.count(8) == 2
     assert view.numel() == 6
+
+
+def test_the_tracker_counts_what_a_buffer_has_grown_to():
+    with StorageTracker() as tracker:
+        grown = torch.empty(0)
+        grown.resize_(1000)
+    assert tracker.alive() == grown.numel() == 1000
 
 
 # ---------------------------------------------------------------- implementations that are right
@@ -203,6 +210,109 @@ def test_a_crash_is_reported_and_survived():
     row = run(crashes, only=["target.out_of_range"])["target.out_of_range"]
     assert row.status == "failed"
     assert "died" in row.reason
+
+
+KEPT: list = []
+
+HIDING_PLACES = {
+    "a list on ctx": lambda ctx, z: ctx.__dict__.setdefault("kept", []).append(z),
+    "a tuple on ctx": lambda ctx, z: setattr(ctx, "kept", (*getattr(ctx, "kept", ()), z)),
+    "closures": lambda ctx, z: ctx.__dict__.setdefault("again", []).append(lambda: z),
+    "a list of the module's": lambda ctx, z: KEPT.append(z),
+    "views of one row": lambda ctx, z: KEPT.append(z[:1]),
+    "copies of half the width": lambda ctx, z: KEPT.append(z.bfloat16()),
+    "numpy arrays": lambda ctx, z: KEPT.append(z.numpy()),
+    "storages": lambda ctx, z: KEPT.append(z.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("place", HIDING_PLACES)
+def test_logits_are_found_wherever_they_are_kept(place):
+    class Hides(Right):
+        def keep(self, ctx, z):
+            HIDING_PLACES[place](ctx, z)
+
+    try:
+        row = run(Hides(), only=["memory.holds_no_logits"])["memory.holds_no_logits"]
+    finally:
+        KEPT.clear()
+    assert row.status == "failed"
+    assert 0.99 < row.error < 1.1
+
+
+def test_logits_behind_the_loss_are_found():
+    """The loss is a view of one element of a buffer that holds them all."""
+
+    def loss_within_logits(input, linear_weight, target, reduction="mean"):
+        loss = plain_linear_cross_entropy(input, linear_weight, target, reduction=reduction)
+        with torch.no_grad():
+            return torch.cat([F.linear(input, linear_weight).flatten(), loss.flatten()])[-loss.numel() :]
+
+    assert run(loss_within_logits, only=["memory.holds_no_logits"]).failed
+
+
+def test_views_of_the_inputs_are_not_logits():
+    class KeepsInputs(Right):
+        def operands(self, x, w):
+            self.kept = [x.T, w[1:], *([x[:1000]] * 5000), *w.split(2)]
+            return x, w
+
+    assert run(KeepsInputs(), only=["memory.holds_no_logits"]).ok
+
+
+def returns_none(*args, **options):
+    print("on standard output")
+
+
+def returns_a_pair(*args, **options):
+    return plain_linear_cross_entropy(*args, **options), {}
+
+
+def returns_one_element(*args, **options):
+    return plain_linear_cross_entropy(*args, **options).reshape(-1)[:1]
+
+
+def exits(*args, **options):
+    sys.exit(0)
+
+
+def raises_in_backward(*args, **options):
+    loss = plain_linear_cross_entropy(*args, **options)
+    if loss.requires_grad:
+        loss.register_hook(lambda upstream: 1 / 0)
+    return loss
+
+
+def zeroes_its_inputs(input, linear_weight, target, **options):
+    loss = plain_linear_cross_entropy(input, linear_weight, target, **options)
+    for tensor in (input, linear_weight, target):
+        tensor.detach().zero_()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "broken", [returns_none, returns_a_pair, returns_one_element, exits, raises_in_backward, zeroes_its_inputs]
+)
+def test_whatever_a_function_does_the_run_ends_with_a_report(broken):
+    report = run(broken, only=[id for id in VERDICTS if "float16" not in id])
+    assert report["reduction.none"].status == "failed"
+    json.loads(report.to_json())
+
+
+def test_a_call_that_never_returns_is_given_up(monkeypatch):
+    def hangs(input, linear_weight, target, **options):
+        while target.max() == 101:
+            time.sleep(0.1)
+        return linear_cross_entropy(input, linear_weight, target, **options)
+
+    monkeypatch.setattr("flce_ref.conformance.checks_targets.FORK_PATIENCE", 1.0)
+    report = run(hangs, only=["target.out_of_range", "target.negative"])
+    assert "target 101: no answer in 1 s" in report["target.out_of_range"].reason
+    assert report["target.negative"].status == "passed"
+
+
+def test_no_bound_is_infinite():
+    assert like_plain(math.inf, "loss", math.inf, torch.float32).bound < 1
 
 
 # ---------------------------------------------------------------- the report

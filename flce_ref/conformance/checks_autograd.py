@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cases import LEAVES, Problem, bias_for, make, upstream_for
-from .compare import EXACT, FLOOR, GRADIENTS, MULTIPLE, agree, largest, overall, worst
+from .compare import EXACT, GRADIENTS, agree, compared, largest, like_plain, overall, worst, worst_of
 from .reference import Result, execute, plain, truth
 from .registry import Finding, check
 from .subject import Subject
@@ -50,8 +50,7 @@ def upstream_expanded(subject: Subject, dtype: torch.dtype) -> Finding:
         total: Tensor = subject(problem).sum()
         return 1.7 * total
 
-    error, part = worst(execute(expanded_by_sum, problem), truth(problem, 1.7), ("dx", "dw"))
-    return Finding(error, EXACT, f"{part} is off by {error:.2g}")
+    return compared(execute(expanded_by_sum, problem), truth(problem, 1.7), GRADIENTS)
 
 
 @check(
@@ -70,8 +69,7 @@ def upstream_strided(subject: Subject, dtype: torch.dtype) -> Finding:
         total: Tensor = _StridedUpstream.apply(loss, factor)
         return total
 
-    error, part = worst(execute(interleaved, problem), truth(problem, factor), ("dx", "dw"))
-    return Finding(error, EXACT, f"{part} is off by {error:.2g}")
+    return compared(execute(interleaved, problem), truth(problem, factor), GRADIENTS)
 
 
 class _StridedUpstream(torch.autograd.Function):
@@ -105,8 +103,7 @@ def upstream_composed(subject: Subject, dtype: torch.dtype) -> Finding:
 
     loss = truth(problem).loss
     upstream = 0.1 * torch.exp(0.1 * loss) + 0.25
-    error, part = worst(execute(used_twice, problem), truth(problem, upstream), ("dx", "dw"))
-    return Finding(error, EXACT, f"{part} is off by {error:.2g}")
+    return compared(execute(used_twice, problem), truth(problem, upstream), GRADIENTS)
 
 
 @check(
@@ -119,13 +116,11 @@ def backward_twice(subject: Subject, dtype: torch.dtype) -> Finding:
     expected = truth(problem, 0.3)
     loss = subject(problem)
     leaves, upstream = (problem.input, problem.linear_weight), torch.full_like(loss, 0.3)
-    kept = []
-    for again in (True, True, False):
-        dx, dw = torch.autograd.grad(loss, leaves, upstream, retain_graph=again)
-        kept.append(Result(loss, dx, dw))
+    kept = [
+        Result(loss, *torch.autograd.grad(loss, leaves, upstream, retain_graph=again)) for again in (True, True, False)
+    ]
     # Compared only now, so that a backward that reuses the buffers of the one before is seen too.
-    error, part = max(worst(result, expected, ("dx", "dw")) for result in kept)
-    return Finding(error, EXACT, f"{part} of one of three backwards is off by {error:.2g}")
+    return worst_of(compared(result, expected, GRADIENTS) for result in kept)
 
 
 @check(
@@ -136,13 +131,12 @@ def backward_twice(subject: Subject, dtype: torch.dtype) -> Finding:
 def backward_accumulates(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device).leaves()
     expected = truth(problem)
-    for leaf in (problem.input, problem.linear_weight):
+    leaves = (problem.input, problem.linear_weight)
+    for leaf in leaves:
         leaf.grad = torch.full_like(leaf, 0.5)
     subject(problem).backward()
-    dx, dw = (leaf.grad - 0.5 for leaf in (problem.input, problem.linear_weight) if leaf.grad is not None)
-    found = Result(expected.loss, dx, dw)
-    error, part = worst(found, expected, ("dx", "dw"))
-    return Finding(error, EXACT, f"{part} is off by {error:.2g}")
+    found = Result(expected.loss, *(leaf.grad - 0.5 for leaf in leaves))  # type: ignore[arg-type, operator]
+    return compared(found, expected, GRADIENTS)
 
 
 @check(
@@ -189,7 +183,7 @@ def frozen_gradients(subject: Subject, dtype: torch.dtype) -> Finding:
                 continue
             finding = agree(subject, problem.but(reduction=reduction), frozen=frozen)
             found.append(Finding(finding.error, EXACT, f"{finding.detail}, frozen: {', '.join(frozen) or 'nothing'}"))
-    return max(found, key=lambda finding: finding.error)
+    return worst_of(found)
 
 
 @check(
@@ -247,8 +241,7 @@ def micro_batches(subject: Subject, dtype: torch.dtype) -> Finding:
         mean: Tensor = (losses[0] + losses[1]) / n_valid
         return mean
 
-    error, part = worst(execute(in_two, problem), truth(problem))
-    return Finding(error, EXACT, f"{part} is off by {error:.2g}")
+    return compared(execute(in_two, problem), truth(problem))
 
 
 def _autocast(function: Callable[[Problem], Tensor], problem: Problem) -> Tensor:
@@ -270,8 +263,7 @@ def autocast_mixed(subject: Subject, dtype: torch.dtype) -> Finding:
     if found.dx is None or found.dw is None or (found.dx.dtype, found.dw.dtype) != (torch.bfloat16, torch.float32):
         return Finding(float("inf"), 0.0, "dx should be bfloat16 and dw float32")
     error, part = worst(found, expected, ("loss", "dx", "dw"), overall)
-    bound = max(MULTIPLE * allowed, FLOOR[torch.bfloat16])
-    return Finding(error, bound, f"{part} is off by {error:.2g}; plain PyTorch by {allowed:.2g}")
+    return like_plain(error, part, allowed, torch.bfloat16)
 
 
 @check(

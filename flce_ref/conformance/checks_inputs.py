@@ -1,23 +1,16 @@
-"""Inputs of every shape, layout and size, wrong targets included, and what must not happen to them."""
+"""Inputs of every shape, layout and size, and what must not happen to them."""
 
 from __future__ import annotations
 
-import math
-import multiprocessing
-import warnings
-from collections.abc import Iterable
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import partial
 
 import torch
 
 from .cases import bias_for, class_weight_for, exact, make
-from .compare import EXACT, agree, agree_like_plain, largest, worst
-from .reference import execute, truth
+from .compare import agree, agree_like_plain, compared, largest, worst, worst_of
+from .reference import Result, execute, truth
 from .registry import Finding, check
 from .subject import Subject
-
-OK = "ok"
 
 
 @check(
@@ -51,7 +44,7 @@ def one_token(subject: Subject, dtype: torch.dtype) -> Finding:
     "No vocabulary size should need padding, and none should be padded with words that count.",
 )
 def odd_vocabulary(subject: Subject, dtype: torch.dtype) -> Finding:
-    return _worst_of(agree(subject, make(subject.device, vocabulary=vocabulary)) for vocabulary in (1, 2, 7, 1021))
+    return worst_of(agree(subject, make(subject.device, vocabulary=vocabulary)) for vocabulary in (1, 2, 7, 1021))
 
 
 @check(
@@ -86,7 +79,7 @@ def leading_shape(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device, tokens=30, reduction="none")
     batched = problem.but(input=problem.input.reshape(2, 3, 5, -1), target=problem.target.reshape(2, 3, 5))
     single = problem.but(input=problem.input[0], target=problem.target[0], reduction="mean")
-    return _worst_of(agree(subject, shaped) for shaped in (batched, single))
+    return worst_of(agree(subject, shaped) for shaped in (batched, single))
 
 
 @check(
@@ -99,7 +92,7 @@ def input_layout(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device)
     x = problem.input
     layouts = (x.mT.contiguous().mT, x.repeat_interleave(2, dim=1)[:, ::2], x[:1].expand_as(x), x.flip(0))
-    return _worst_of(agree(subject, problem.but(input=layout)) for layout in layouts)
+    return worst_of(agree(subject, problem.but(input=layout)) for layout in layouts)
 
 
 @check(
@@ -112,7 +105,7 @@ def weight_layout(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device)
     w = problem.linear_weight
     layouts = (w.mT.contiguous().mT, w.repeat_interleave(2, dim=0)[::2], w[:, :1].expand_as(w))
-    return _worst_of(agree(subject, problem.but(linear_weight=layout)) for layout in layouts)
+    return worst_of(agree(subject, problem.but(linear_weight=layout)) for layout in layouts)
 
 
 @check(
@@ -125,48 +118,7 @@ def target_layout(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device)
     y = problem.target
     layouts = (torch.stack([y, y + 1], dim=1)[:, 0], y[:1].expand_as(y))
-    return _worst_of(agree(subject, problem.but(target=layout)) for layout in layouts)
-
-
-def _declare_target_dtypes() -> None:
-    for target_dtype in (torch.int32, torch.uint8):
-        name = str(target_dtype).removeprefix("torch.")
-
-        @check(
-            f"target.{name}",
-            f"targets in {name}",
-            f"{name} targets should mean what int64 ones do, or be refused (PyTorch itself takes int64 and uint8).",
-            needs=("target", "dtype"),
-        )
-        def other_target_dtype(
-            subject: Subject, dtype: torch.dtype, target_dtype: torch.dtype = target_dtype
-        ) -> Finding:
-            problem = make(subject.device)
-            try:
-                return agree(subject, problem.but(target=problem.target.to(target_dtype)))
-            except RuntimeError as error:  # F.cross_entropy's own way of refusing
-                raise NotImplementedError(str(error).splitlines()[0]) from error
-
-
-_declare_target_dtypes()
-
-
-@check(
-    "target.out_of_range",
-    "targets V and 2⁴⁰, in a subprocess",
-    "A target that is no word should raise an exception or make the loss NaN: never crash, never pass for a loss.",
-)
-def out_of_range(subject: Subject, dtype: torch.dtype) -> Finding:
-    return _survives(subject, (101, 2**40))
-
-
-@check(
-    "target.negative",
-    "targets −1 and −2⁴⁰ beside ignore_index = −100, in a subprocess",
-    "Only ignore_index should be ignored: another negative target is out of range like any other.",
-)
-def negative_target(subject: Subject, dtype: torch.dtype) -> Finding:
-    return _survives(subject, (-1, -(2**40)))
+    return worst_of(agree(subject, problem.but(target=layout)) for layout in layouts)
 
 
 @check(
@@ -188,8 +140,7 @@ def common_offset(subject: Subject, dtype: torch.dtype) -> Finding:
     expected, actual = truth(problem), execute(subject, problem)
     # The offset's own column of dx is 1e4 · Σ dlogits: nothing but the rounding of a zero.
     expected.dx[:, -1] = actual.dx[:, -1] = 0.0  # type: ignore[index]
-    error, part = worst(actual, expected)
-    return Finding(error, EXACT, f"{part} is off by {error:.2g} of its largest element")
+    return compared(actual, expected)
 
 
 @check("inputs.unmodified", "the caller's tensors", "Forward and backward should write to no tensor of the caller's.")
@@ -213,21 +164,27 @@ def all_written(subject: Subject, dtype: torch.dtype) -> Finding:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         problem = make(subject.device, ignored=1 / 3, reduction="none")
-        return _worst_of(agree(subject, problem.but(reduction=reduction)) for reduction in ("none", "mean"))
+        return worst_of(agree(subject, problem.but(reduction=reduction)) for reduction in ("none", "mean"))
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
 
 
 @check(
-    "repeat.identical",
-    "the same call twice",
-    "Two calls should give the same bits.",
+    "calls.interleaved",
+    "two forwards, then their two backwards",
+    "A call should leave alone what an earlier one still needs: no buffer is shared between calls.",
 )
-def repeat(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, tokens=1500)
-    first, second = (execute(subject, problem) for _ in range(2))
-    error, part = worst(first, second)
-    return Finding(error, 0.0, f"{part} differs by {error:.2g}")
+def interleaved_calls(subject: Subject, dtype: torch.dtype) -> Finding:
+    problems = [make(subject.device, seed=seed).leaves() for seed in (0, 9)]
+    losses = [subject(problem) for problem in problems]
+    gradients = [
+        torch.autograd.grad(loss, (problem.input, problem.linear_weight))
+        for loss, problem in zip(losses, problems, strict=True)
+    ]
+    return worst_of(
+        compared(Result(loss.detach(), *gradient), truth(problem))
+        for loss, gradient, problem in zip(losses, gradients, problems, strict=True)
+    )
 
 
 @check(
@@ -240,7 +197,7 @@ def chunk_invariance(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device, ignored=1 / 3)
     # One chunk of seven is ignored throughout.
     problem.target[7:14] = -100
-    return _worst_of(agree(subject, problem, chunk_size=size) for size in (1, 7, 16, 36, 37, 38))
+    return worst_of(agree(subject, problem, chunk_size=size) for size in (1, 7, 16, 36, 37, 38))
 
 
 @check(
@@ -252,7 +209,7 @@ def chunk_invariance(subject: Subject, dtype: torch.dtype) -> Finding:
 def chunk_combinations(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device, ignored=1 / 3)
     problem = problem.but(linear_bias=bias_for(problem), weight=class_weight_for(problem))
-    return _worst_of(
+    return worst_of(
         agree(subject, problem.but(reduction=reduction), chunk_size=5) for reduction in ("mean", "sum", "none")
     )
 
@@ -260,67 +217,19 @@ def chunk_combinations(subject: Subject, dtype: torch.dtype) -> Finding:
 @check(
     "shape.beyond_int32",
     "N · V > 2³¹, logits in one piece where chunk_size allows",
-    "Offsets into the logits should be 64-bit: the last tokens' losses are looked at.",
+    "Offsets into the logits should be 64-bit: loss and dx of the last tokens are looked at.",
     dtypes=(torch.bfloat16,),
     device="cuda",
 )
 def beyond_int32(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, tokens=16_400, hidden=16, vocabulary=131_077, dtype=dtype, reduction="none")
+    problem = make(subject.device, tokens=16_400, hidden=16, vocabulary=131_077, dtype=dtype, reduction="sum")
+    last = slice(-16, None)
+    expected = truth(problem.but(input=problem.input[last], target=problem.target[last], reduction="none"))
+    whole = subject.chunks_of(len(problem.target))
     with torch.no_grad():
-        loss = subject(problem, **subject.chunks_of(16_400))[-16:]
-    expected = truth(problem.but(input=problem.input[-16:], target=problem.target[-16:])).loss
-    error = largest(loss, expected)
-    return Finding(error, 2.0**-6, f"the last losses are off by {error:.2g}")
-
-
-def _worst_of(findings: Iterable[Finding]) -> Finding:
-    """The finding with the largest error (NaN counts as largest)."""
-    return max(findings, key=lambda finding: (finding.error != finding.error, finding.error))
-
-
-def _survives(subject: Subject, targets: tuple[int, ...], timeout: float = 60.0) -> Finding:
-    """Try each wrong target in one subprocess: passed if each raised an exception, or made the loss NaN.
-
-    On the CPU the process is forked, so that any function can be tried; CUDA can't be used after a fork, so there the
-    function must be importable.
-    """
-    can_fork = subject.device.type != "cuda" and "fork" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("fork" if can_fork else "spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_try_targets, args=(sender, subject, targets), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python ≥ 3.12 on forking beside PyTorch's threads
-        process.start()
-    sender.close()
-    outcome = OK
-    try:
-        for wrong in targets:
-            outcome = receiver.recv() if receiver.poll(timeout) else f"no answer in {timeout:.0f} s"
-            if outcome != OK:
-                return Finding(1.0, 0.0, f"target {wrong}: {outcome}")
-    except EOFError:
-        process.join(timeout)
-        return Finding(1.0, 0.0, f"target {wrong}: the process died, exit code {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
-    return Finding(0.0, 0.0)
-
-
-def _try_targets(sender: Connection, subject: Subject, targets: tuple[int, ...]) -> None:
-    torch.set_num_threads(1)  # a forked child must not enter the parent's thread pool
-    for wrong in targets:
-        problem = make(subject.device)
-        problem.target[20] = wrong
-        try:
-            loss = float(execute(subject, problem).loss)
-            sender.send(OK if math.isnan(loss) else f"the loss was {loss:.4g}")
-        except Exception:
-            sender.send(OK if _device_lives(subject.device) else "a device assert ended the CUDA context")
-
-
-def _device_lives(device: torch.device) -> bool:
-    try:
-        return torch.zeros(1, device=device).item() == 0
-    except RuntimeError:
-        return False
+        loss = subject(problem.but(reduction="none"), **whole)
+    # Under "sum" a row of dx depends on its own token only.
+    dx = execute(partial(subject, **whole), problem).dx
+    assert dx is not None
+    error, part = worst(Result(loss[last], dx[last]), expected, ("loss", "dx"))
+    return Finding(error, 2.0**-6, f"the last tokens' {part} is off by {error:.2g}")

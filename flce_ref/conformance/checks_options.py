@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
 from .cases import Problem, bias_for, class_weight_for, make, upstream_for
-from .compare import EXACT, agree, largest, worst
+from .compare import EXACT, GRADIENTS, agree, compared, largest, worst_of
 from .reference import execute, truth
 from .registry import Finding, check
 from .subject import Subject
@@ -56,6 +57,19 @@ def class_weight_mean(subject: Subject, dtype: torch.dtype) -> Finding:
 def class_weight_sum(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device, reduction="sum")
     return agree(subject, problem.but(weight=class_weight_for(problem)))
+
+
+@check(
+    "class_weight.zero",
+    "class weight 0 for every other word",
+    "A token whose target weighs nothing should have loss 0 and gradient 0, and not count in the mean.",
+    needs=("weight",),
+)
+def class_weight_zero(subject: Subject, dtype: torch.dtype) -> Finding:
+    problem = make(subject.device)
+    weight = class_weight_for(problem)
+    weight[::2] = 0.0
+    return agree(subject, problem.but(weight=weight))
 
 
 @check(
@@ -132,8 +146,7 @@ def lse_gradient(subject: Subject, dtype: torch.dtype) -> Finding:
         total: torch.Tensor = loss + (factor * lse).sum()
         return total
 
-    error, part = worst(execute(with_lse, problem), truth(problem, lse_upstream=factor), ("dx", "dw"))
-    return Finding(error, EXACT, f"{part} is off by {error:.2g}")
+    return compared(execute(with_lse, problem), truth(problem, lse_upstream=factor), GRADIENTS)
 
 
 def _combined(subject: Subject, **always: Any) -> Finding:
@@ -151,13 +164,12 @@ def _combined(subject: Subject, **always: Any) -> Finding:
         axes["weight"] = (None, class_weight_for(problem))
     if subject.accepts(label_smoothing=0.1):
         axes["label_smoothing"] = (0.0, 0.1)
-    worst_error, where = -1.0, ""
+    findings = []
     for values in product(*axes.values()):
         combination = problem.but(**dict(zip(axes, values, strict=True)))
         finding = agree(subject, combination)
-        if not finding.error <= worst_error:
-            worst_error, where = finding.error, f"{finding.detail} with {', '.join(combination.options())}"
-    return Finding(worst_error, EXACT, where)
+        findings.append(replace(finding, detail=f"{finding.detail} with {', '.join(combination.options())}"))
+    return worst_of(findings)
 
 
 @check(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cases import Problem, confident, make
-from .compare import FLOOR, MULTIPLE, agree_like_plain, largest, overall, worst
+from .compare import MULTIPLE, agree_like_plain, largest, like_plain, overall, worst
 from .reference import Result, execute, plain, truth
 from .registry import Finding, check
 from .subject import Subject
@@ -17,9 +17,9 @@ ALL = (torch.float32, *HALF)
 
 
 def _training_batch(subject: Subject, dtype: torch.dtype) -> Problem:
-    """Many tokens of a small head; on CUDA one that fills the device."""
+    """Many tokens of a small head; on CUDA a larger one, whose truth in float64 a small GPU can still hold."""
     if subject.device.type == "cuda":
-        return make(subject.device, tokens=8192, hidden=1024, vocabulary=32_000, dtype=dtype)
+        return make(subject.device, tokens=4096, hidden=256, vocabulary=8192, dtype=dtype)
     return make(subject.device, tokens=2048, hidden=32, vocabulary=256, dtype=dtype)
 
 
@@ -84,12 +84,12 @@ def loss_digits(subject: Subject, dtype: torch.dtype) -> Finding:
 
 @check(
     "precision.float16_mean",
-    "float16 mean over 8,192 tokens",
+    "float16 mean over 4,096 tokens",
     "1/N should not be folded into float16 dlogits, where p/N underflows: gradients should be as under a loss scale.",
     dtypes=(torch.float16,),
 )
 def float16_mean(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, tokens=8192, hidden=4, vocabulary=1024, dtype=dtype, spread=1.0)
+    problem = make(subject.device, tokens=4096, hidden=4, vocabulary=1024, dtype=dtype, spread=1.0)
 
     # The gradient of the mean times N: a loss scale as any float16 training has, which plain PyTorch gets as a sum.
     def scaled(problem: Problem) -> Tensor:
@@ -102,8 +102,7 @@ def float16_mean(subject: Subject, dtype: torch.dtype) -> Finding:
     allowed, _ = worst(execute(scaled, problem), of_sum, parts, overall)
     # Gradients of the mean are themselves stored in float16, some of them below its smallest normal number.
     stored = max(overall(getattr(expected, part).to(dtype), getattr(expected, part)) for part in parts)
-    bound = max(MULTIPLE * (allowed + stored), FLOOR[dtype])
-    return Finding(error, bound, f"{part} is off by {error:.2g}; plain PyTorch with a loss scale by {allowed:.2g}")
+    return like_plain(error, part, allowed + stored, dtype)
 
 
 @check(

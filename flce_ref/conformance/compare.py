@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,12 @@ def worst(
     return errors[part], part
 
 
+def compared(actual: Result, expected: Result, parts: tuple[str, ...] = EVERYTHING) -> Finding:
+    """The finding that holds `actual` to `expected` within what float32 costs."""
+    error, part = worst(actual, expected, parts)
+    return Finding(error, EXACT, f"{part} is off by {error:.2g} of its largest element")
+
+
 def agree(
     subject: Subject,
     problem: Problem,
@@ -61,9 +68,7 @@ def agree(
     expected = truth(problem, upstream)
     gone = {"input": "dx", "linear_weight": "dw", "linear_bias": "dbias"}
     parts = tuple(part for part in parts if part not in [gone[name] for name in frozen])
-    actual = execute(partial(subject, **extra), problem, upstream, frozen)
-    error, part = worst(actual, expected, parts)
-    return Finding(error, EXACT, f"{part} is off by {error:.2g} of its largest element")
+    return compared(execute(partial(subject, **extra), problem, upstream, frozen), expected, parts)
 
 
 def agree_like_plain(
@@ -78,8 +83,21 @@ def agree_like_plain(
     expected = truth(problem)
     allowed, _ = worst(execute(yardstick, problem), expected, parts, measure)
     error, part = worst(execute(partial(subject, **extra), problem), expected, parts, measure)
-    bound = max(MULTIPLE * allowed, FLOOR[problem.input.dtype])
+    return like_plain(error, part, allowed, problem.input.dtype)
+
+
+def like_plain(error: float, part: str, allowed: float, dtype: torch.dtype) -> Finding:
+    """The finding that holds `error` to a multiple of the error that plain PyTorch is `allowed`.
+
+    Where plain PyTorch itself gives no number at all, one rounding is allowed: an infinite bound would pass anything.
+    """
+    bound = max(MULTIPLE * allowed, FLOOR[dtype]) if math.isfinite(allowed) else FLOOR[dtype]
     return Finding(error, bound, f"{part} is off by {error:.2g}; plain PyTorch by {allowed:.2g}")
+
+
+def worst_of(findings: Iterable[Finding]) -> Finding:
+    """The finding with the largest error."""
+    return max(findings, key=lambda finding: finding.error)
 
 
 def _error(actual: Tensor | None, expected: Tensor, measure: Callable[[Tensor, Tensor], float]) -> float:

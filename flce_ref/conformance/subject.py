@@ -20,11 +20,20 @@ class Subject:
     device: torch.device
     settings: dict[str, Any]
     _accepted: dict[str, bool] = field(default_factory=dict)
+    wrong_targets: dict[int, str] = field(default_factory=dict)  # what each led to, once it has been tried
 
     def __call__(self, problem: Problem, **extra: Any) -> Any:
-        """Call the function on `problem`; `extra` wins over the settings."""
+        """Call the function on `problem`; `extra` wins over the settings.
+
+        Raises:
+            RuntimeError: it returned anything but one tensor, or (loss, lse) where return_lse asks for the pair.
+        """
         options = {**self.settings, **problem.options(), **extra}
-        return self.function(problem.input, problem.linear_weight, problem.target, **options)
+        returned = self.function(problem.input, problem.linear_weight, problem.target, **options)
+        parts = returned if options.get("return_lse") and isinstance(returned, tuple) else (returned,)
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            raise RuntimeError(f"the function returned {type(returned).__name__}, where one tensor is due")
+        return returned
 
     def accepts(self, **option: Any) -> bool:
         """Whether a call on a small problem with this one option is not refused."""
@@ -33,7 +42,7 @@ class Subject:
             try:
                 self(make(self.device, tokens=4, vocabulary=8), **option)
                 self._accepted[name] = True
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._accepted[name] = not is_refusal(error, (name,))
         return self._accepted[name]
 
@@ -42,7 +51,7 @@ class Subject:
         return {"chunk_size": size} if self.accepts(chunk_size=size) else {}
 
 
-def is_refusal(error: Exception, arguments: tuple[str, ...]) -> bool:
+def is_refusal(error: BaseException, arguments: tuple[str, ...]) -> bool:
     """Whether `error` says "not supported": a NotImplementedError, or a TypeError / ValueError naming the argument."""
     if isinstance(error, NotImplementedError):
         return True

@@ -37,20 +37,21 @@ class StorageTracker(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(bytes for _, _, bytes in self._alive.values()))
         return output
 
-    def alive(self, *besides: Tensor | None) -> int:
-        """Elements still alive, beyond those of `besides`."""
+    def alive(self) -> int:
+        """Elements still alive. Views count as the whole of what they keep alive."""
         self._forget_freed()
-        excused = {_key(tensor) for tensor in besides if tensor is not None}
-        return sum(elements for key, (_, elements, _) in self._alive.items() if key not in excused)
+        return sum(elements for _, elements, _ in self._alive.values())
 
     def _note(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)
-        if key in self._known or key in self._alive:
+        if key in self._known:
             return
         elements = storage.nbytes() // tensor.element_size()
+        if key in self._alive and storage.nbytes() <= self._alive[key][2]:
+            return  # seen before, and not grown by resize_ since
+        self.allocated.append(elements)
         # A weak reference keeps the address of a freed storage from being taken by the next one.
         self._alive[key] = (StorageWeakRef(storage), elements, storage.nbytes())
-        self.allocated.append(elements)
 
     def _forget_freed(self) -> None:
         for key in [key for key, (reference, *_) in self._alive.items() if reference.expired()]:
@@ -69,10 +70,11 @@ def step_peak(step: Any, device: torch.device, *known: Tensor | None) -> int:
         with StorageTracker(*known) as tracker:
             step()
         return tracker.peak_bytes
+    step()  # libraries allocate workspaces of their own in a first call
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before: int = torch.cuda.memory_allocated(device)
     step()
     torch.cuda.synchronize(device)
-    peak: int = torch.cuda.max_memory_allocated(device)
-    return peak - before
+    peak: int = torch.cuda.max_memory_allocated(device) - before
+    return peak
