@@ -18,7 +18,7 @@ LABS_ON_CPU := CUDA_VISIBLE_DEVICES=
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve test labs lint clean
+.PHONY: help env book serve test pages labs lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +40,11 @@ serve: book  ## build the book and serve it on http://localhost:8000
 	$(BIN)/python -m http.server --bind localhost --directory _build/html 8000
 
 test: env  ## test the library, then run every lab and compare its outputs with the committed ones
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not pages"
 	$(LABS_ON_CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(NBVAL) notebooks
+
+pages: book  ## build the book and open every page in a browser (chromium), wide and narrow, light and dark
+	$(BIN)/python -m pytest -n $(JOBS) -m pages tests/test_pages.py
 
 labs: env  ## re-execute the labs in place (all, or make labs LABS="notebooks/01_the_spike.ipynb")
 	$(LABS_ON_CPU) $(BIN)/python notebooks/execute.py $(LABS)

@@ -1,0 +1,151 @@
+"""The built book in a real browser: every page, on a wide screen and on a phone, in the light and in the dark theme.
+
+``make pages`` builds the book and runs this; another build is tested with ``BOOK_HTML=…/_build/html pytest -m pages``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BOOK = Path(os.environ.get("BOOK_HTML", ROOT / "_build" / "html")).resolve()
+PAGES = sorted(path for part in ("book", "notebooks") for path in (BOOK / part).rglob("*.html"))
+PAGES += [path for path in (BOOK / "search.html", BOOK / "genindex.html") if path.exists()]
+NOT_BUILT = f"NO PAGE IS TESTED: no book in {BOOK}; make pages builds it"
+WIDTHS = (390, 1280)
+SCHEMES = ("light", "dark")
+LOCAL = ("file:", "data:", "blob:", "about:")
+
+FAULTS = (ROOT / "tests" / "page_faults.js").read_text(encoding="utf-8")
+
+pytestmark = pytest.mark.pages
+
+
+class Anchors(HTMLParser):
+    """Where the links of a page lead, and what others may link to in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.ids = {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.ids |= {values.get("id", ""), values.get("name", "")}
+        if tag == "a":
+            self.links.add(values.get("href", ""))
+
+
+class Opened:
+    """One page in the browser, and everything that it asked for or complained of."""
+
+    def __init__(self, browser: Any, path: Path) -> None:
+        self.requested: list[str] = []
+        self.complaints: list[str] = []
+        self.page = browser.new_page()
+        self.page.on("request", lambda request: self.requested.append(request.url))
+        self.page.on("requestfailed", lambda request: self.complaints.append(f"not there: {request.url}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", self._note)
+        self.page.goto(path.as_uri())
+
+    def _note(self, message: Any) -> None:
+        if message.type == "error":
+            self.complaints.append(message.text)
+
+    def faults(self, width: int, scheme: str) -> list[str]:
+        """What is wrong with the page when it is shown so."""
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        found = self.page.evaluate(FAULTS)
+        theme = self.page.locator("html").get_attribute("data-theme")
+        return found if theme in (scheme, None) else [*found, f"the theme is {theme}"]
+
+    def complained(self) -> list[str]:
+        foreign = [url for url in self.requested if not url.startswith(LOCAL)]
+        return [f"asks another host: {url}" for url in foreign] + [f"complains: {text}" for text in self.complaints]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    opened: list[Opened] = []
+
+    def open_one(path: Path) -> Opened:
+        opened.append(Opened(browser, path))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.page.close()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(BOOK).with_suffix("").as_posix())
+def test_page_is_whole_and_fits_every_screen(path: Path, open_page: Any) -> None:
+    opened = open_page(path)
+    found = [
+        f"{width} px, {scheme}: {fault}"
+        for width in WIDTHS
+        for scheme in SCHEMES
+        for fault in opened.faults(width, scheme)
+    ]
+    found += opened.complained()
+    assert not found, "\n".join(found)
+
+
+def test_the_front_page_leads_into_the_book() -> None:
+    text = (BOOK / "index.html").read_text(encoding="utf-8") if PAGES else pytest.skip(NOT_BUILT)
+    assert re.search(r'http-equiv="Refresh" content="0; url=book/index.html"', text)
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    pages = {path: Anchors(path.read_text(encoding="utf-8")) for path in PAGES}
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            address, anchor = (unquote(part) for part in urldefrag(link.partition("?")[0]))
+            target = (path.parent / address).resolve() if address else path
+            if not target.is_file() or (target in pages and anchor not in pages[target].ids):
+                broken.append(f"{link} on {path.relative_to(BOOK)}")
+    assert not broken, "\n".join(sorted(broken))
+
+
+GOOD = "<html lang=en><body><main><article><p>text</p>{}</article></main></body></html>"
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("", ""),
+        (f'<img alt="a dot" src="{PIXEL}">', ""),
+        ('<div style="overflow-x: auto"><div style="width: 900px">wide</div></div>', ""),
+        ('<div style="width: 900px">wide</div>', "overflow"),
+        ('<div style="overflow: hidden"><div style="width: 900px">cut off</div></div>', "overflow"),
+        ('<img alt="a dot" src="nowhere.png">', "did not load"),
+        (f'<img src="{PIXEL}">', "no alternative text"),
+        ('<p style="color: #ccc">hardly there</p>', "faint"),
+        ('<script src="nowhere.js"></script>', "not there"),
+        ("<script>throw new Error('broken script')</script>", "broken script"),
+        ("<script>console.error('unhappy')</script>", "unhappy"),
+        ('<script src="http://127.0.0.1:9/a.js"></script>', "http://127.0.0.1:9/a.js"),
+        ('<span class="math">x</span>', "not typeset"),
+        ('<mjx-merror data-mjx-error="Undefined control sequence">x</mjx-merror>', "Undefined control"),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_found(open_page: Any, tmp_path: Path, body: str, words: str) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("<!doctype html>" + GOOD.replace("{}", body), encoding="utf-8")
+    opened = open_page(path)
+    found = [*opened.faults(390, "light"), *opened.complained()]
+    assert found == [] if not words else any(words in fault for fault in found)
