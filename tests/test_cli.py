@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from flce_ref import __main__ as cli
+from flce_ref.commands import common
 from flce_ref.models import MODELS
 
 ROW = {  # the contract of ``models --json``
@@ -37,8 +38,8 @@ def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that imports the command line as ``cli``."""
-    script = "from flce_ref import __main__ as cli\n" + script
+    """Run a script that imports what the commands share as ``common``."""
+    script = "from flce_ref.commands import common\n" + script
     return subprocess.run([sys.executable, "-c", script], capture_output=True, encoding="utf-8", timeout=120)
 
 
@@ -185,7 +186,7 @@ def test_with_json_all_other_output_goes_to_standard_error() -> None:
     done = python(
         "import ctypes, subprocess, sys\n"
         "print('before')\n"
-        "with cli.only_json_on_stdout() as print_json:\n"
+        "with common.only_json_on_stdout() as print_json:\n"
         "    print('from Python')\n"
         "    ctypes.CDLL(None).printf(b'from C\\n')\n"
         "    subprocess.run([sys.executable, '-c', 'print(\"from a child\")'], check=True)\n"
@@ -198,20 +199,20 @@ def test_with_json_all_other_output_goes_to_standard_error() -> None:
 
 
 def test_a_command_that_fails_before_its_document_prints_none() -> None:
-    done = python("with cli.only_json_on_stdout() as print_json:\n    raise RuntimeError('no luck')\n")
+    done = python("with common.only_json_on_stdout() as print_json:\n    raise RuntimeError('no luck')\n")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no luck" in done.stderr
 
 
 def test_a_second_document_is_refused() -> None:
-    with cli.only_json_on_stdout() as print_json:
+    with common.only_json_on_stdout() as print_json:
         print_json([])
         with pytest.raises(RuntimeError, match="one JSON document"):
             print_json([])
 
 
 def test_numbers_that_json_does_not_know_are_refused() -> None:
-    with pytest.raises(ValueError, match="JSON"), cli.only_json_on_stdout() as print_json:
+    with pytest.raises(ValueError, match="JSON"), common.only_json_on_stdout() as print_json:
         print_json(float("nan"))
 
 
@@ -221,7 +222,7 @@ def test_numbers_that_json_does_not_know_are_refused() -> None:
 def test_table_aligns_and_drops_the_expendable_first(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"what": ["a", "bcd"], "n": ["1", "1000"], "note": ["x" * 20, ""]}
     monkeypatch.setenv("COLUMNS", "80")
-    wide = cli.table(columns, left=("what", "note"), expendable=("note",))
+    wide = common.table(columns, left=("what", "note"), expendable=("note",))
     assert wide.splitlines() == [
         "what     n  note",
         "----  ----  " + "-" * 20,
@@ -229,17 +230,17 @@ def test_table_aligns_and_drops_the_expendable_first(monkeypatch: pytest.MonkeyP
         "bcd   1000",
     ]
     monkeypatch.setenv("COLUMNS", "20")
-    narrow = cli.table(columns, left=("what", "note"), expendable=("note",))
+    narrow = common.table(columns, left=("what", "note"), expendable=("note",))
     assert narrow.splitlines() == ["what     n", "----  ----", "a        1", "bcd   1000"]
 
 
 @pytest.mark.parametrize("text", ["bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"])
 def test_dtype_names(text: str) -> None:
-    dtype = cli.dtype(text)
-    assert str(dtype).removeprefix("torch.") == cli.DTYPES.get(text, text)
+    dtype = common.dtype(text)
+    assert str(dtype).removeprefix("torch.") == common.DTYPES.get(text, text)
 
 
 @pytest.mark.parametrize("text", ["", "float", "int32", "Tensor", "float8_e4m3fn"])
 def test_other_attributes_of_torch_are_no_dtypes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="unknown dtype"):
-        cli.dtype(text)
+        common.dtype(text)

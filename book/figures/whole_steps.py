@@ -107,6 +107,6 @@ def _draw_spikes(timelines: dict[tuple[str, bool], Timeline], spikes: dict[tuple
         "loss-spike",
         figure,
         "Bytes alive above what was alive when the loss began, while it has buffers of its own. The naive loss rises "
-        f"in three steps to {checkpointed} with every layer checkpointed and to {plain} with none: the two lines are one. "
-        f"The fused loss rises to {fused} and stays there.",
+        f"in three steps to {checkpointed} with every layer checkpointed and to {plain} with none: the two lines "
+        f"are one. The fused loss rises to {fused} and stays there.",
     )

@@ -89,7 +89,7 @@ class Layer(nn.Module):
         with label("MLP"):
             y = self.mlp(self.mlp_norm(x))
         with label("output of a layer"):
-            return x + y
+            return x + y  # type: ignore[no-any-return]
 
 
 class RMSNorm(nn.Module):
