@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -159,9 +158,12 @@ def browser() -> Iterator[Any]:
 class Viewer:
     """One opened page; every error of its scripts is collected."""
 
-    def __init__(self, browser: Any, path: Path, page: str, width: int = 1280, scheme: str = "light") -> None:
+    def __init__(
+        self, browser: Any, path: Path, page: str, width: int = 1280, scheme: str = "light", touch: bool = False
+    ) -> None:
         path.write_text(page, encoding="utf-8")
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        size = {"width": width, "height": 900}
+        self.page = browser.new_page(viewport=size, color_scheme=scheme, has_touch=touch, is_mobile=touch)
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -174,10 +176,10 @@ class Viewer:
         self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def at(self, event: float, share: float, n_events: int) -> tuple[float, float]:
-        """Where an event (in full view) and a share of the height lie on the page; the paddings are viewer.js's."""
+        """Where an event (in full view) and a share of the height lie on the page; paddings as in viewer_picture.js."""
         box = self.page.locator("canvas").bounding_box()
         x = box["x"] + 50 + (event + 0.5) / (n_events + 1) * (box["width"] - 60)
-        return x, box["y"] + 20 + (1 - share) * (box["height"] - 54)
+        return x, box["y"] + 30 + (1 - share) * (box["height"] - 64)
 
     def hover(self, event: float, share: float, n_events: int) -> str:
         self.page.mouse.move(*self.at(event, share, n_events))
@@ -222,7 +224,7 @@ def test_it_opens_at_the_peak(opened: Viewer) -> None:
 
 
 def test_hovering_shows_size_lifetime_and_stack(opened: Viewer) -> None:
-    # State 3 holds, above 0.67 GiB of inputs, the logits and then the log-probabilities; the axis ends at 1.06 × peak.
+    # State 3 holds, above 0.67 GiB of inputs, the logits and then the log-probabilities; the axis ends at 1.12 × peak.
     tip = opened.hover(3, 0.5, 16)
     assert "log-probabilities" in tip
     assert "2.31 GiB (2,483,027,968 B)" in tip
@@ -351,6 +353,53 @@ def test_nothing_overflows_and_the_theme_follows(browser: Any, tmp_path: Path, w
     viewer.page.close()
 
 
+def test_a_tap_reads_a_band_and_two_fingers_zoom(browser: Any, tmp_path: Path) -> None:
+    viewer = Viewer(browser, tmp_path / "v.html", to_html([h200("naive")]), 390, touch=True)
+    viewer.page.touchscreen.tap(*viewer.at(3, 0.5, 16))
+    viewer.settle()
+    assert "log-probabilities" in viewer.tip()
+    assert "Tap a band" in viewer.page.locator(".fm-help").inner_text()
+    assert viewer.page.get_by_label("zoom in").bounding_box()["height"] >= 40
+    whole = viewer.pixels()
+    x, y = viewer.at(3, 0.5, 16)
+    touches = viewer.page.context.new_cdp_session(viewer.page)
+
+    def fingers(kind: str, *at: float) -> None:
+        points = [{"x": place, "y": y, "id": k} for k, place in enumerate(at)]
+        touches.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", x - 20, x + 20)
+    for apart in (30, 45, 60, 80):
+        fingers("touchMove", x - apart, x + apart)
+    fingers("touchEnd")
+    viewer.settle()
+    assert viewer.pixels() != whole
+    viewer.page.touchscreen.tap(x, y)
+    viewer.settle()
+    assert viewer.status().startswith("Event 3 ")  # what lay between the fingers stayed there
+    viewer.page.get_by_label("show everything").tap()
+    viewer.page.touchscreen.tap(x, y)
+    viewer.settle()
+    assert viewer.status().startswith("Event 3 ")
+    assert viewer.errors == []
+    viewer.page.close()
+
+
+@pytest.mark.parametrize("attributes", ["data-jp-theme-light=false", "class=plain"])
+def test_in_a_notebook_the_theme_is_the_notebooks(browser: Any, tmp_path: Path, attributes: str) -> None:
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><html><body {attributes}>{h200('naive')._repr_html_()}", encoding="utf-8")
+    page = browser.new_page(color_scheme="light")
+    page.goto(path.as_uri())
+    inner = page.frames[1]
+    inner.wait_for_selector(".fm-status:not(:empty)")
+    dark = "jp-theme" in attributes
+    assert inner.locator(".fm").get_attribute("data-theme") == ("dark" if dark else "light")
+    background = inner.evaluate("getComputedStyle(document.querySelector('.fm')).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") is not dark
+    page.close()
+
+
 def test_inside_a_page_the_frame_takes_its_theme_and_its_own_height(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "book.html"
     path.write_text(f"<!doctype html><html data-theme='dark'><body>{to_iframe([h200('naive')])}", encoding="utf-8")
@@ -380,27 +429,37 @@ def test_without_javascript_the_static_picture_is_there(browser: Any, tmp_path: 
 
 
 def test_a_hundred_thousand_events_open_in_two_seconds_and_stay_fluid(browser: Any, tmp_path: Path) -> None:
-    page = to_html([random_timeline(2, 100_000, keep=2000)])
-    begun = time.perf_counter()
-    viewer = Viewer(browser, tmp_path / "v.html", page)
-    opened_in = time.perf_counter() - begun
-    frame = viewer.page.evaluate(
+    path = tmp_path / "v.html"
+    path.write_text(to_html([random_timeline(2, 100_000, keep=2000)]), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    session = page.context.new_cdp_session(page)
+    # Processor time of the page's thread: wall-clock time would measure what else the machine is doing.
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def seconds() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
+
+    page.goto(path.as_uri())
+    page.wait_for_selector(".fm-status:not(:empty)")
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    opened = seconds()
+    frames = page.evaluate(
         """async () => {
-            const canvas = document.querySelector("canvas"), box = canvas.getBoundingClientRect(), times = [];
+            const canvas = document.querySelector("canvas"), box = canvas.getBoundingClientRect(), seen = new Set();
             canvas.focus();
             for (let k = 0; k < 15; k++) {
-                const begun = performance.now();
                 const clientX = box.left + 200 + 50 * k, clientY = box.top + 200;
                 canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -60, clientX, clientY, cancelable: true}));
                 canvas.dispatchEvent(new PointerEvent("pointermove", {pointerId: 1, clientX, clientY}));
                 await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-                times.push(performance.now() - begun);
+                seen.add(canvas.toDataURL());
             }
-            return times.sort((a, b) => a - b)[7];
+            return seen.size;
         }"""
     )
-    viewer.page.close()
-    assert viewer.errors == []
-    # Half a second and 20 ms on an idle machine of two cores without a GPU; the bounds allow for a busy one.
-    assert opened_in < 4
-    assert frame < 120
+    moved = seconds() - opened
+    page.close()
+    assert frames == 15  # each was drawn
+    assert 0 < opened < 2  # 0.4 s on two cores of a busy machine without a GPU
+    assert moved / frames < 0.15  # 0.05 s there

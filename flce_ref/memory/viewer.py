@@ -20,6 +20,7 @@ from flce_ref.memory.timeline import CATEGORIES, Timeline
 T = TypeVar("T", bound=Hashable)
 
 _FRAME_HEIGHT = 690  # of the frame before its script has measured the content, in pixels
+_SCRIPTS = ("viewer_data.js", "viewer_picture.js", "viewer.js")
 
 
 def to_html(timelines: Sequence[Timeline]) -> str:
@@ -35,7 +36,7 @@ def to_html(timelines: Sequence[Timeline]) -> str:
         "@STYLE@": _source("viewer.css"),
         "@FALLBACK@": "".join(to_svg(timeline) for timeline in timelines),
         "@DATA@": _json(timelines),
-        "@SCRIPT@": _source("viewer.js"),
+        "@SCRIPT@": "\n".join(_source(name) for name in _SCRIPTS),
     }
     page = _source("viewer.html")
     for mark, text in pieces.items():
