@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def current_node() -> Any | None:
@@ -50,6 +51,34 @@ def holders(tensor: Tensor) -> tuple[int, int] | None:
     if storage_users is None or tensor_users is None:
         return None
     return storage_users(tensor.untyped_storage()._cdata), tensor_users()
+
+
+def shapes_only(mode: FakeTensorMode, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """What ``operator`` returns for fake tensors, by the rule of shapes that it has for the meta device.
+
+    None if an argument is a constant, which FakeTensorMode computes with. Without it: simulations take several times as
+    long.
+    """
+    try:
+        from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+    except ImportError:
+        return None
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor) and getattr(item, "constant", item) is not None:
+                return None
+    with in_kernel_invocation_manager(mode):
+        outputs = operator(*args, **kwargs)
+    if isinstance(outputs, list | tuple):
+        return tuple(_as_fake(mode, output) for output in outputs)
+    return _as_fake(mode, outputs)
+
+
+def _as_fake(mode: FakeTensorMode, output: Any) -> Any:
+    """An operator that writes to an argument returns the argument, which is a fake tensor already."""
+    if not isinstance(output, Tensor) or isinstance(output, FakeTensor):
+        return output
+    return FakeTensor(mode, output, torch.device("cpu"))
 
 
 def python_body(operator: torch._ops.OpOverload, device_types: tuple[str, ...]) -> Callable[..., Any] | None:
@@ -105,3 +134,12 @@ def set_allocation_label(text: str) -> str | None:
     before: str = getter()
     setter(text)
     return before
+
+
+def is_recording() -> bool | None:
+    """Whether the CUDA allocator's history is being recorded; None where PyTorch does not say.
+
+    Without it: a recording that somebody else began is taken over instead of being refused.
+    """
+    ask = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return None if ask is None else ask()
