@@ -49,6 +49,11 @@ def test_every_image_has_alternative_text(path: Path) -> None:
     assert images_without_text(path.read_text(encoding="utf-8")) == []
 
 
+def test_the_readme_says_what_its_picture_shows() -> None:
+    text = (ROOT / "book/figures/readme.txt").read_text(encoding="utf-8").strip()
+    assert f'alt="{text}"' in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("page", "silent"),
     [
