@@ -153,6 +153,60 @@ def test_a_list_of_segments_alone_is_a_state_without_events(tmp_path: Path) -> N
     assert (timeline.n_events, timeline.peak_bytes) == (0, 512)
 
 
+def test_what_fell_out_of_the_ring_buffer_counts_as_older_than_the_recording(tmp_path: Path) -> None:
+    """torch keeps the last max_entries events: the allocations of early blocks are gone, their frees may remain."""
+    everything = [event("alloc", 4096 * k, 1000 + k) for k in range(6)] + freed(0, 1000) + freed(4096, 1001)
+    final = [segment(4096 * k, block(1000 + k)) for k in range(2, 6)]
+    whole = read(tmp_path, {"segments": final, "device_traces": [everything]})
+    cut = read(tmp_path, {"segments": final, "device_traces": [everything[4:]]})
+    assert [a.bytes for a in cut.alive_at(0)] == [1000, 1001, 1002, 1003]
+    assert cut.peak_bytes == whole.peak_bytes
+    assert cut.live_bytes().tolist() == whole.live_bytes().tolist()[4:]
+    assert cut.notes == ("4 blocks (0.00 GiB) were allocated before the first recorded event",)
+
+
+def test_a_block_lives_until_its_free_is_completed(tmp_path: Path) -> None:
+    """A tensor that another stream still reads (record_stream) is freed in two steps; the second may never come."""
+    trace = [event("alloc", 0, 512), event("alloc", 512, 512), event("free_requested", 0, 512), *freed(512, 512)]
+    pending = {"segments": [segment(0, block(512, "active_pending_free"))], "device_traces": [trace]}
+    timeline = read(tmp_path, pending)
+    assert [(a.start, a.end) for a in timeline.allocations] == [(1, None), (2, 3)]
+
+
+def test_expandable_segments_and_events_without_memory_of_their_own_change_nothing(tmp_path: Path) -> None:
+    """One segment that grows and shrinks by mapping; and what users and the tool itself put into the trace."""
+    trace = [
+        event("segment_map", 0, 1 << 21),
+        event("alloc", 0, 4096),
+        event("user_defined", 0, 0, user_metadata="step 3"),
+        event("segment_map", 1 << 21, 1 << 21),
+        event("alloc", 4096, 1 << 21),
+        *freed(4096, 1 << 21),
+        event("segment_unmap", 1 << 21, 1 << 21),
+        event("segment_alloc", 1 << 30, 1 << 21),
+        event("segment_free", 1 << 30, 1 << 21),
+        event("snapshot", 0, 0),
+    ]
+    mapped = segment(0, block(4096), block((1 << 21) - 4096, "inactive")) | {"is_expandable": True}
+    timeline = read(tmp_path, {"segments": [mapped], "device_traces": [trace]})
+    assert [(a.bytes, a.start, a.end) for a in timeline.allocations] == [(4096, 1, None), (1 << 21, 2, 3)]
+    assert timeline.n_events == 3
+
+
+def test_many_segments_are_read_whether_or_not_they_say_where_their_blocks_lie(tmp_path: Path) -> None:
+    """Blocks have addresses since torch 2.1; before, they follow one another."""
+    old = [segment(1 << 20 | k << 30, block(512), block(512, "inactive"), block(1024 + k)) for k in range(50)]
+    new = [
+        s | {"blocks": [b | {"address": s["address"] + at} for b, at in zip(s["blocks"], (0, 512, 1024))]} for s in old
+    ]
+    trace = [event("alloc", 1 << 20 | 7 << 30, 512)]  # recorded, so it is no survivor
+    for segments in (old, new):
+        timeline = read(tmp_path, {"segments": segments, "device_traces": [trace]})
+        assert timeline.n_events == 1
+        assert timeline.peak_bytes == sum(512 + 1024 + k for k in range(50))
+        assert len(timeline.alive_at(0)) == 99
+
+
 def test_frames_in_cpp_are_dropped_where_python_has_some(tmp_path: Path) -> None:
     cpp, python = {"filename": "x.cpp", "line": 1, "name": "op"}, {"filename": "a.py", "line": 2, "name": "f"}
     trace = [event("alloc", 0, 1, frames=[cpp, python]), event("alloc", 512, 1, frames=[cpp])]
@@ -204,6 +258,70 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="refused: it names the Python object"):
             read(tmp_path, {"device_traces": [[Evil()]], "segments": []}, protocol=protocol)
     assert not (tmp_path / "ran").exists()
+
+
+def stack_machine(*operations: bytes) -> bytes:
+    """A pickle written by hand, of operations that Python's own pickler would not emit."""
+    return b"\x80\x04" + b"".join(operations) + b"."
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (stack_machine(b"cos\nsystem\n", b"X\x04\x00\x00\x00true", b"\x85R"), "posix.system|os.system"),
+        (stack_machine(b"cbuiltins\neval\n", b"X\x03\x00\x00\x001+1", b"\x85R"), "builtins.eval"),
+        (stack_machine(b"\x8c\x08builtins", b"\x8c\x07getattr", b"\x93"), "builtins.getattr"),
+        (stack_machine(b"(", b"X\x01\x00\x00\x00x", b"ibuiltins\nexec\n"), "builtins.exec"),
+        (stack_machine(b"(cbuiltins\nexec\nX\x01\x00\x00\x00xo"), "builtins.exec"),
+        (stack_machine(b"cnumpy.core.multiarray\n_reconstruct\n"), "numpy.core.multiarray._reconstruct"),
+        (stack_machine(b"ctorch._utils\n_rebuild_tensor_v2\n"), "torch._utils._rebuild_tensor_v2"),
+        (stack_machine(b"Pstorage\n"), "objects outside the file"),
+        (stack_machine(b"X\x01\x00\x00\x00s", b"Q"), "objects outside the file"),
+    ],
+)
+def test_hostile_operations_are_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "hostile.pickle"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"hostile\.pickle: refused: it .*({message})"):
+        Timeline.from_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        stack_machine(b"\x82\x01"),  # an object by its number in the extension registry
+        stack_machine(b"\x97"),  # a buffer outside the file
+        stack_machine(b"}", b"}X\x01\x00\x00\x00aK\x01s", b"b"),  # a state set on a dict
+        stack_machine(b"K\x01", b"K\x02", b"R"),  # a number called as a function
+        stack_machine(b"\x8e\xff\xff\xff\xff\xff\xff\xff\x0f"),  # 2⁶⁰ bytes that are not there
+    ],
+)
+def test_other_operations_of_no_snapshot_are_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "hostile.pickle"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"hostile\.pickle: (truncated or damaged|refused)"):
+        Timeline.from_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        {"device_traces": [[event("alloc", 0, -5)]]},
+        {"device_traces": [[event("alloc", 0, 1 << 80)]]},
+        {"device_traces": [[event("alloc", 0, "much")]]},
+        {"device_traces": [[event("alloc", [], 1)]]},
+        {"device_traces": [[event("alloc", 0, 1, frames="text")]]},
+        {"device_traces": [[event("alloc", 0, 1, frames=[{"filename": "a.py"}])]]},
+        {"device_traces": [["alloc"]]},
+        {"device_traces": 5},
+        {"segments": [{"device": None, "blocks": 3}]},
+        {"segments": [segment(0, block(512))], "flce_ref": {"title": "no more than that"}},
+        {"device_traces": [[event("alloc", 0, 1)]], "external_annotations": [None]},
+    ],
+)
+def test_plain_values_that_make_no_snapshot_give_a_clear_error(tmp_path: Path, snapshot: Any) -> None:
+    with pytest.raises(ValueError, match=r"s\.pickle: not as Memory Viz writes them"):
+        read(tmp_path, snapshot)
 
 
 @pytest.mark.parametrize("value", [torch.float32, torch.Size([1]), range(3), Path("x"), contextlib.suppress])
@@ -342,6 +460,22 @@ def test_some_category_is_unknown_and_every_event_lies_in_a_segment(timeline: Ti
         elif entry["action"] == "alloc":
             (home,) = [a for a, size in known if a <= entry["addr"] and entry["addr"] + entry["size"] <= a + size]
             assert home in seen  # a segment is announced before it is used
+
+
+def test_a_hundred_thousand_events_with_deep_stacks_open_in_two_seconds(tmp_path: Path) -> None:
+    """As a training run writes them: each event has a list of its own, of lines that all share."""
+    lines = [{"filename": f"model{k % 9}.{'py' if k % 2 else 'cpp'}", "line": k, "name": f"f{k}"} for k in range(400)]
+    trace = []
+    for k in range(50_000):
+        frames = [lines[(k % 97 + 7 * depth) % 400] for depth in range(40)]
+        trace.append(event("alloc", k << 20, 512 * (1 + k % 50)) | {"frames": frames})
+        trace.append(event("free_completed", k - 100 << 20, 512) | {"frames": frames})
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}, protocol=4))
+    begun = time.process_time()
+    page = Timeline.from_snapshot(path).to_html()
+    assert time.process_time() - begun < 5  # one second on an idle machine; 7 where every stack is built anew
+    assert len(page) < 3_000_000
 
 
 def test_a_hundred_thousand_events_are_written_and_read_in_seconds(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -136,23 +134,6 @@ def test_view_says_what_is_wrong(
 
 
 # ---------------------------------------------------------------- in a browser
-
-CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="THE VIEWER IS NOT TESTED: pip install playwright, then apt-get install chromium"
-    )
-    if CHROMIUM is None:
-        pytest.skip("THE VIEWER IS NOT TESTED: no chromium found; apt-get install chromium, or set CHROMIUM")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        yield browser
-        browser.close()
 
 
 class Viewer:

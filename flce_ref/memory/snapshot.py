@@ -111,7 +111,7 @@ def devices(snapshot: dict[str, Any]) -> list[int]:
     traces = snapshot.get("device_traces") or []
     events = {index: len(trace) for index, trace in enumerate(traces) if trace}
     for segment in snapshot.get("segments") or []:
-        events.setdefault(segment.get("device", 0), 0)
+        events.setdefault(int(segment.get("device", 0)), 0)
     return sorted(events, key=lambda index: (-events[index], index))
 
 
@@ -125,21 +125,25 @@ def timeline_of(
     """
     try:
         known = devices(snapshot)
-        if not known:
-            raise ValueError("snapshot: it holds neither events nor memory of any device")
-        if device is None:
+        if device is None and known:
             device = known[0]
-        if device not in known:
-            raise ValueError(f"device: got {device}, expected one of {', '.join(map(str, sorted(known)))}")
-        reader = _Reader(device)
-        traces = snapshot.get("device_traces") or []
-        for event in traces[device] if device < len(traces) else []:
-            reader.add(event)
-        reader.add_survivors(snapshot.get("segments") or [])
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"snapshot: not as Memory Viz writes them ({type(error).__name__}: {error})") from error
+        if device is not None and device in known:
+            return _timeline_of(snapshot, device, title, source, known)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{title}: not as Memory Viz writes them ({type(error).__name__}: {error})") from error
+    if not known:
+        raise ValueError(f"{title}: it holds neither events nor memory of any device")
+    raise ValueError(f"device: got {device}, expected one of {', '.join(map(str, sorted(known)))}")
+
+
+def _timeline_of(snapshot: dict[str, Any], device: int, title: str, source: str, known: list[int]) -> Timeline:
+    reader = _Reader(device)
+    traces = snapshot.get("device_traces") or []
+    for event in traces[device] if device < len(traces) else []:
+        reader.add(event)
+    reader.add_survivors(snapshot.get("segments") or [])
     extra = snapshot.get(_EXTRA)
-    if isinstance(extra, dict) and isinstance(extra.get("title"), str):
+    if isinstance(extra, dict):
         return reader.own_timeline(extra)
     others = [str(other) for other in sorted(known) if other != device]
     if others:
@@ -157,7 +161,9 @@ class _Reader:
         self.rows: list[list[Any]] = []  # [bytes, start, end, label, category or "", frames]
         self.live: dict[int, int] = {}  # address → row
         self.times: list[int | None] = []  # of each event
-        self.stacks: dict[int, tuple[Frame, ...]] = {}  # by the identity of the list: events share them
+        # By identity, as long as the snapshot lives: torch shares the dict of a line among the stacks that contain it.
+        self.lines: dict[int, Frame] = {}
+        self.stacks: dict[tuple[int, ...], tuple[Frame, ...]] = {}
 
     def add(self, event: dict[str, Any]) -> None:
         action = event["action"]
@@ -187,7 +193,7 @@ class _Reader:
         # The frames and the label of a free say who freed it, not who made it, except in files of ours.
         label = event.get("user_metadata") or ""
         frames = self._frames(event.get("frames") or ())
-        self.rows.append([event["size"], start, end, str(label), event.get("category", ""), frames])
+        self.rows.append([int(event["size"]), start, end, str(label), event.get("category", ""), frames])
 
     def _lost_free(self, address: int) -> None:
         """An address handed out twice: its free was not recorded. It ends at the event before the new allocation."""
@@ -198,13 +204,17 @@ class _Reader:
 
     def _frames(self, frames: Any) -> tuple[Frame, ...]:
         """Python frames if there are any, else the C++ ones that have a name."""
-        stack = self.stacks.get(id(frames))
-        if stack is None:
-            every = [Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames]
+        key = tuple(map(id, frames))
+        if key not in self.stacks:
+            every = [self._frame(frame) for frame in frames]
             python = [f for f in every if f.filename.endswith(".py") or f.filename.startswith("<")]
-            stack = tuple(python or [f for f in every if f.name != "??"])
-            self.stacks[id(frames)] = stack
-        return stack
+            self.stacks[key] = tuple(python or [f for f in every if f.name != "??"])
+        return self.stacks[key]
+
+    def _frame(self, frame: dict[str, Any]) -> Frame:
+        if id(frame) not in self.lines:
+            self.lines[id(frame)] = Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+        return self.lines[id(frame)]
 
     def add_survivors(self, segments: Iterable[dict[str, Any]]) -> None:
         """What the final state holds and the trace did not allocate: it was there before."""
@@ -227,12 +237,12 @@ class _Reader:
         for row in self.rows:
             row[4] = row[4] if row[4] in CATEGORIES else "other"
         return Timeline(
-            extra["title"],
+            str(extra["title"]),
             tuple(self.allocations()),
             self.n_events,
             extra["backward_start"],
             extra["source"],
-            tuple(extra["notes"]),
+            tuple(map(str, extra["notes"])),
         )
 
     def timeline(self, title: str, source: str, annotated: int | None) -> Timeline:

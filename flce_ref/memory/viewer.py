@@ -75,9 +75,11 @@ def _columns(timeline: Timeline) -> dict[str, Any]:
     sizes: dict[int, int] = {}
     labels: dict[str, int] = {}
 
-    def stack_of(index: int) -> tuple[int, ...]:
-        texts = (f"{f.name} ({f.filename}:{f.line})" for f in allocations[index].frames)
-        return tuple(_index(frames, text) for text in texts)
+    known: dict[int, int] = {}  # by identity: a deep stack is not hashed anew for each allocation
+    for a in allocations:
+        if id(a.frames) not in known:
+            stack = tuple(_index(frames, f"{f.name} ({f.filename}:{f.line})") for f in a.frames)
+            known[id(a.frames)] = _index(stacks, stack)
 
     return {
         "title": timeline.title,
@@ -91,7 +93,7 @@ def _columns(timeline: Timeline) -> dict[str, Any]:
         "d": [0 if a.end is None else a.end - a.start for a in allocations],
         "l": [_index(labels, a.label) for a in allocations],
         "c": [CATEGORIES.index(a.category) for a in allocations],
-        "f": [_index(stacks, stack_of(index)) for index in range(len(allocations))],
+        "f": [known[id(a.frames)] for a in allocations],
         "sizes": list(sizes),
         "labels": list(labels),
         "stacks": list(stacks),
