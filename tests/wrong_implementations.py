@@ -292,6 +292,7 @@ class WeightNotInDenominator(Right):
 
     caught_by = "class_weight.mean"
     also = (
+        "class_weight.zero",
         "z_loss.class_weight",
         "combinations*",
         "chunk.combinations",

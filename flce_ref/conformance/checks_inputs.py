@@ -55,7 +55,10 @@ def odd_vocabulary(subject: Subject, dtype: torch.dtype) -> Finding:
 def large_vocabulary(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = make(subject.device, tokens=5, hidden=4, vocabulary=262_147)
     ends = torch.tensor([0, 65_536, 131_072, 262_144, 262_146], device=subject.device)
-    return agree_like_plain(subject, problem.but(target=ends), ("loss", "dx", "dw"), largest)
+    problem = problem.but(target=ends)
+    error, part = worst(execute(subject, problem), truth(problem))
+    # A float32 sum over so many words loses digits, plain PyTorch's too; too narrow an index or sum loses far more.
+    return Finding(error, 1e-3, f"{part} is off by {error:.2g} of its largest element")
 
 
 @check(

@@ -67,14 +67,14 @@ def step_peak(step: Any, device: torch.device, *known: Tensor | None) -> int:
     """Highest bytes alive during `step()` above `known`: the allocator's own count on CUDA, storages between operators
     on the CPU (an operator's inner workspace is not seen there)."""
     if device.type != "cuda":
-        with StorageTracker(*known) as tracker:
+        tracker = StorageTracker(*known)
+        with tracker:
             step()
         return tracker.peak_bytes
     step()  # libraries allocate workspaces of their own in a first call
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before: int = torch.cuda.memory_allocated(device)
+    before = int(torch.cuda.memory_allocated(device))
     step()
     torch.cuda.synchronize(device)
-    peak: int = torch.cuda.max_memory_allocated(device) - before
-    return peak
+    return int(torch.cuda.max_memory_allocated(device)) - before
