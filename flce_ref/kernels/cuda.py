@@ -1,6 +1,6 @@
-"""The row kernel in CUDA C++ (``cross_entropy.cu``): compiled at run time by NVRTC, launched on PyTorch's current stream.
+"""The row kernel in CUDA C++ (``cross_entropy.cu``): compiled at run time, launched on PyTorch's current stream.
 
-No compiler needs to be installed: NVRTC is a library, reached through ``cuda.core`` (extras ``[cuda12]``, ``[cuda13]``).
+No compiler need be installed: NVRTC is a library, reached through ``cuda.core`` (extras ``[cuda12]``, ``[cuda13]``).
 A configuration is compiled when it is first used, in a fraction of a second, and kept for the life of the process;
 nothing here synchronises, and a launch can be captured into a CUDA graph once its configuration has been used before.
 """

@@ -59,10 +59,10 @@ def cross_entropy_(
     vectors = (None if t is None else t.contiguous() for t in (target, weight, total_weight, grad_loss, grad_lse))
     with torch.cuda.device(logits.device if logits.is_cuda else -1):
         _cross_entropy[(rows,)](
-            logits, logits.stride(0), vocab_size, *vectors, loss, lse,
+            logits, logits.stride(0), *vectors, loss, lse,
             objective.ignore_index, smoothing, objective.z_loss, objective.softcap or 1.0,
             SMOOTHING=smoothing > 0, SOFTCAP=objective.softcap is not None, WRITE_GRAD=write_grad,
-            BLOCK=block, num_warps=8 if block > 1024 else 4,
+            V=vocab_size, BLOCK=block, num_warps=8 if block > 1024 else 4,
         )  # fmt: skip
     return loss, lse
 
@@ -76,8 +76,8 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(z_row, column, vocab_size, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    inside = column < vocab_size
+def _load(z_row, column, softcap, V: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    inside = column < V
     z = tl.load(z_row + column, mask=inside, other=0.0).to(tl.float32)
     if SOFTCAP:
         z = softcap * _tanh(z / softcap)
@@ -85,18 +85,19 @@ def _load(z_row, column, vocab_size, softcap, SOFTCAP: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _class_weight(class_weight, column, vocab_size):  # type: ignore[no-untyped-def]
-    inside = column < vocab_size
+def _class_weight(class_weight, column, V: tl.constexpr):  # type: ignore[no-untyped-def]
+    inside = column < V
     return inside.to(tl.float32) if class_weight is None else tl.load(class_weight + column, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "smoothing", "z_loss", "softcap"])
 def _cross_entropy(  # type: ignore[no-untyped-def]
-    logits, row_stride, vocab_size,  # (C, V)
+    logits, row_stride,  # (C, V)
     target, class_weight, total_weight, grad_loss, grad_lse,  # (C,), (V,) | None, () | None, (C,) | None, (C,) | None
     loss, lse,  # (C,), (C,)
     ignore_index, smoothing, z_loss, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, WRITE_GRAD: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # 64 bits: C · V passes 2³¹
     z_row = logits + row * row_stride
@@ -104,45 +105,45 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     y = tl.load(target + row)
 
     # Rows that need no softmax are not read: 0 for an ignored one, NaN for a target that is no word.
-    if (y == ignore_index) | (y < 0) | (y >= vocab_size):
+    if (y == ignore_index) | (y < 0) | (y >= V):
         value = tl.where(y == ignore_index, 0.0, float("nan"))
         tl.store(loss + row, value)
         tl.store(lse + row, value)
         if WRITE_GRAD:
-            for start in range(0, vocab_size, BLOCK):
+            for start in range(0, V, BLOCK):
                 column = start + columns
                 fill = tl.full([BLOCK], 0.0, tl.float32) + value
-                tl.store(z_row + column, fill.to(logits.dtype.element_ty), mask=column < vocab_size)
+                tl.store(z_row + column, fill.to(logits.dtype.element_ty), mask=column < V)
     else:
         # First pass: max, Σ exp(z − max) and, for label smoothing, Σ w (z − reference). Where the maximum rises, what
         # was summed before is moved to the new one. The reference, a logit of the row, keeps the digits of the last
         # sum under a large common offset.
-        z_y = _load(z_row, y, vocab_size, softcap, SOFTCAP)
-        z_0 = _load(z_row, 0, vocab_size, softcap, SOFTCAP)
+        z_y = _load(z_row, y, softcap, V, SOFTCAP)
+        z_0 = _load(z_row, 0, softcap, V, SOFTCAP)
         reference = tl.where(tl.abs(z_0) <= -_LOWEST, z_0, 0.0)
         row_max = tl.full([], _LOWEST, tl.float32)
         exps, smooths = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab_size, BLOCK):
+        for start in range(0, V, BLOCK):
             column = start + columns
-            z = _load(z_row, column, vocab_size, softcap, SOFTCAP)
+            z = _load(z_row, column, softcap, V, SOFTCAP)
             new_max = tl.maximum(row_max, tl.max(z, 0))
             exps = exps * tl.exp(row_max - new_max) + tl.exp(z - new_max)
             row_max = new_max
             if SMOOTHING:
-                weighted = _class_weight(class_weight, column, vocab_size) * (z - reference)
-                smooths += tl.where(column < vocab_size, weighted, 0.0)
+                weighted = _class_weight(class_weight, column, V) * (z - reference)
+                smooths += tl.where(column < V, weighted, 0.0)
         sumexp = tl.sum(exps, 0)
         shift = tl.where(sumexp == 0, 0.0, row_max)
 
         log_sumexp = tl.log(sumexp)
         row_lse = shift + log_sumexp
-        on_target = (1 - smoothing) * _class_weight(class_weight, y, vocab_size)
+        on_target = (1 - smoothing) * _class_weight(class_weight, y, V)
         # log Σ exp(z − max) − (z_y − max): the two maxima of a large common offset never meet in a sum.
         row_loss = on_target * (log_sumexp - (z_y - shift))
         on_probability = on_target
-        smooth = smoothing / vocab_size
+        smooth = smoothing / V
         if SMOOTHING:
-            total = vocab_size if total_weight is None else tl.load(total_weight)
+            total = V if total_weight is None else tl.load(total_weight)
             row_loss += smooth * (total * (log_sumexp - (reference - shift)) - tl.sum(smooths, 0))
             on_probability += smooth * total
         if z_loss != 0:
@@ -151,21 +152,21 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
         tl.store(loss + row, row_loss)
         tl.store(lse + row, row_lse)
 
-        # Second pass: dz_j = on_probability · p_j − on_target · 1[j = y] − smooth · w_j, all times the upstream gradient.
+        # Second pass: dz_j = on_probability · p_j − on_target · 1[j = y] − smooth · w_j, times the upstream.
         if WRITE_GRAD:
             up = 1.0 if grad_loss is None else tl.load(grad_loss + row)
             on_probability = on_probability * up
             if grad_lse is not None:
                 on_probability += tl.load(grad_lse + row)
             scale = on_probability / sumexp
-            for start in range(0, vocab_size, BLOCK):
+            for start in range(0, V, BLOCK):
                 column = start + columns
-                z = _load(z_row, column, vocab_size, softcap, SOFTCAP)
+                z = _load(z_row, column, softcap, V, SOFTCAP)
                 grad = scale * tl.exp(z - shift)
                 if SMOOTHING:
-                    grad -= smooth * up * _class_weight(class_weight, column, vocab_size)
+                    grad -= smooth * up * _class_weight(class_weight, column, V)
                 # In float32: after rounding p to bfloat16, p − 1 is 0 for every p above 0.998.
                 grad -= tl.where(column == y, on_target * up, 0.0)
                 if SOFTCAP:
                     grad *= 1 - (z / softcap) * (z / softcap)
-                tl.store(z_row + column, grad.to(logits.dtype.element_ty), mask=column < vocab_size)
+                tl.store(z_row + column, grad.to(logits.dtype.element_ty), mask=column < V)
