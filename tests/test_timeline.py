@@ -6,6 +6,7 @@ import random
 import sys
 import time
 import xml.etree.ElementTree as ET
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_ref.memory import CATEGORIES, Allocation, Frame, Timeline, compare
+from flce_ref.memory import CATEGORIES, Allocation, Frame, Timeline, compare, name_by_size
 from flce_ref.memory.layout import COLOURS, alive_in_words, lay_out, outline, spread, stacked_peak
 from flce_ref.memory.svg import to_svg
 
@@ -188,7 +189,23 @@ def test_plot_draws_the_bands_on_an_axis_in_gib(h200_naive: Timeline) -> None:
     words = [text.get_text() for text in ax.texts]
     assert {"forward", "backward"} <= set(words)
     assert any("log-probabilities, 2.31 GiB" in word for word in words)
-    assert any("peak 7.61 GiB, 6.94 GiB above the inputs" in word for word in words)
+    assert "peak 7.61 GiB,\n6.94 GiB above the inputs" in words
+
+
+def test_no_two_texts_of_a_plot_overlap_and_labels_leave_room_for_the_axes(h200_naive: Timeline) -> None:
+    chunked = named("snap_chunked8.pickle")
+    for figure in (
+        h200_naive.plot().figure,
+        compare([h200_naive, chunked]),
+        compare([h200_naive, chunked], labels=True),
+    ):
+        figure.canvas.draw()
+        for ax in figure.axes:
+            boxes = [
+                text.get_window_extent() for text in [*ax.texts, ax.title, *ax.get_xticklabels()] if text.get_text()
+            ]
+            assert not [(a, b) for a, b in combinations(boxes, 2) if a.overlaps(b)]
+            assert ax.get_window_extent().width > figure.bbox.width / len(figure.axes) / 2
 
 
 def test_compare_uses_one_scale_and_one_legend(step: Timeline, h200_naive: Timeline) -> None:
@@ -266,7 +283,9 @@ def test_each_category_has_a_colour_of_its_own() -> None:
 
 @pytest.fixture
 def h200_naive() -> Timeline:
-    from flce_ref.memory import name_by_size
+    return named("snap_naive.pickle")
 
-    path = Path(__file__).parents[1] / "book/data/h200/snap_naive.pickle"
+
+def named(snapshot: str) -> Timeline:
+    path = Path(__file__).parents[1] / "book/data/h200" / snapshot
     return name_by_size(Timeline.from_snapshot(path), tokens=8192, vocab_size=151552, hidden_size=2048)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK = "#7f7f7f"
-_HEADROOM = 1.16  # of the y axis above the peak: room for the marker and for "forward | backward"
+_HEADROOM = 1.16  # of the y axis above the peak: room for its text and for "forward | backward"
 
 
 def plot(
@@ -72,10 +72,10 @@ def plot(
     ax.set_xlabel("allocator event", color=_INK)
     ax.set_ylabel(f"allocated ({unit})", color=_INK)
     _style(ax)
-    _mark_backward(ax, timeline)
-    _mark_peak(ax, timeline, layout, scale, above=labels)
+    _mark_backward(ax, timeline, layout.top / scale)
+    _mark_peak(ax, layout, scale, text="" if labels else f"peak {format_bytes(timeline.peak_bytes)}")
     if labels:
-        _label_peak(ax, layout, scale)
+        _label_peak(ax, timeline, layout, scale)
     if legend:
         handles = _handles([timeline], [layout])
         ax.legend(handles=handles, ncols=_balanced(len(handles), 5), loc="upper left", **_LEGEND, **_BELOW)
@@ -104,9 +104,10 @@ def compare(
     plt = _pyplot()
     columns = max(1, min(columns, len(timelines)))
     rows = math.ceil(len(timelines) / columns)
+    width = 7.4 if labels or columns == 1 else 4.6  # labels take the right half
     figure: Figure
     figure, axes = plt.subplots(
-        rows, columns, figsize=(4.6 * columns, 2.9 * rows + 0.5), sharey=True, squeeze=False, layout="constrained"
+        rows, columns, figsize=(width * columns, 2.9 * rows + 0.5), sharey=True, squeeze=False, layout="constrained"
     )
     figure.patch.set_alpha(0)
     top = max(timeline.peak_bytes for timeline in timelines)
@@ -181,7 +182,7 @@ def _draw_bands(ax: Axes, layout: Layout, scale: int) -> None:
 
 
 def _style(ax: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     ax.set_facecolor("none")
     ax.grid(False)
@@ -190,58 +191,59 @@ def _style(ax: Axes) -> None:
     ax.tick_params(colors=_INK)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(_INK)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=True))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def _mark_backward(ax: Axes, timeline: Timeline) -> None:
+def _mark_backward(ax: Axes, timeline: Timeline, peak: float) -> None:
     start = timeline.backward_start
     if start is None or not 0 < start <= timeline.n_events:
         return
-    ax.axvline(start, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
-    top = ax.get_ylim()[1]
-    style: dict[str, Any] = {"va": "top", "fontsize": "small", "color": _INK}
+    # The line ends at the height of the peak, and the words stand above the peak's own text: they never cross.
+    ax.plot([start, start], [0, peak], color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    style: dict[str, Any] = {"va": "bottom", "fontsize": "small", "color": _INK, "textcoords": "offset points"}
     share = start / (timeline.n_events + 1)
     # Near an edge there is room for one of the two words only.
     if share > 0.16:
-        ax.annotate("forward", (start, top), (-4, 0), textcoords="offset points", ha="right", **style)
+        ax.annotate("forward", (start, peak), (-4, 14), ha="right", **style)
     if share < 0.84:
-        ax.annotate("backward", (start, top), (4, 0), textcoords="offset points", ha="left", **style)
+        ax.annotate("backward", (start, peak), (4, 14), ha="left", **style)
 
 
-def _mark_peak(ax: Axes, timeline: Timeline, layout: Layout, scale: int, *, above: bool) -> None:
-    x = (layout.edges[layout.peak] + layout.edges[layout.peak + 1]) / 2
-    y = layout.top / scale
+def _mark_peak(ax: Axes, layout: Layout, scale: int, text: str) -> None:
+    x, y = _peak_middle(layout), layout.top / scale
     ax.plot([x], [y], marker="v", color=_INK, markersize=6, clip_on=False, zorder=5)
-    text = f"peak {format_bytes(timeline.peak_bytes)}"
-    if above and timeline.input_bytes:
-        text += f", {format_bytes(timeline.step_peak_bytes)} above the inputs"
-    left = x > layout.edges[-1] * 0.62
-    offset, side = (-7, "right") if left else (7, "left")
+    offset, side = (-7, "right") if x > layout.edges[-1] * 0.62 else (7, "left")
     style: dict[str, Any] = {"fontsize": "small", "fontweight": "bold", "color": _INK}
     ax.annotate(text, (x, y), (offset, 3), textcoords="offset points", ha=side, va="bottom", **style)
 
 
-def _label_peak(ax: Axes, layout: Layout, scale: int) -> None:
-    """Name the stack at the peak in the right margin, each name joined to its band by a thin line."""
-    groups = stacked_peak(layout)
-    if not groups:
-        return
+def _label_peak(ax: Axes, timeline: Timeline, layout: Layout, scale: int) -> None:
+    """Name the stack at the peak in the right margin, under its sum, each name joined to its band by a thin line."""
     low, high = ax.get_ylim()
-    places = spread([group.middle / scale for group in groups], (high - low) / 14, low, high)
-    x = (layout.edges[layout.peak] + layout.edges[layout.peak + 1]) / 2
-    right = ax.get_xlim()[1]
+    x, margin = _peak_middle(layout), ax.get_xlim()[1] * 1.015
+    style: dict[str, Any] = {"fontsize": "small", "color": _INK, "annotation_clip": False}
+    total = f"peak {format_bytes(timeline.peak_bytes)}"
+    if timeline.input_bytes:
+        total += f",\n{format_bytes(timeline.step_peak_bytes)} above the inputs"
+    ax.annotate(total, (margin, high), va="top", fontweight="bold", **style)
+    groups = stacked_peak(layout)
+    line = (high - low) / 14
+    places = spread([group.middle / scale for group in groups], line, low, high - 2.5 * line)
     for group, place in zip(groups, places):
         ax.plot([x], [group.middle / scale], marker="o", markersize=2.5, color="black", zorder=6)
         ax.annotate(
             f"{group.text}, {format_bytes(group.bytes)}",
             xy=(x, group.middle / scale),
-            xytext=(right * 1.015, place),
+            xytext=(margin, place),
             va="center",
-            fontsize="small",
-            color=_INK,
-            annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0},
+            **style,
         )
+
+
+def _peak_middle(layout: Layout) -> float:
+    return float(layout.edges[layout.peak] + layout.edges[layout.peak + 1]) / 2
 
 
 def _handles(timelines: Sequence[Timeline], layouts: Sequence[Layout]) -> list[Any]:

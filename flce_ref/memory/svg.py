@@ -27,7 +27,7 @@ from flce_ref.memory.timeline import Timeline
 
 _WIDTH, _HEIGHT = 780, 334
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 490, 34, 268
-_LONGEST = 32  # characters of a label in the right margin
+_LONGEST = 34  # characters of a label in the right margin
 
 
 def to_svg(timeline: Timeline) -> str:
