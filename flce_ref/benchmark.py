@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,12 +95,12 @@ def measure(
         return _peak(step, device)
 
     for name, step in steps.items():
-        peaks[name] = attempt(name, lambda step=step: warm_up(step))
+        peaks[name] = attempt(name, partial(warm_up, step))
         _free(device)
     for turn in range(rounds):
         for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
             if name not in errors:
-                elapsed = attempt(name, lambda step=steps[name]: _time(step, device))
+                elapsed = attempt(name, partial(_time, steps[name], device))
                 times.setdefault(name, []).append(elapsed)
     return {
         name: Measurement(error=errors[name]) if name in errors else Measurement(tuple(times[name]), peaks[name])
@@ -160,7 +161,7 @@ def _time(step: Callable[[], object], device: torch.device) -> float:
         step()
         end.record()
         end.synchronize()
-    return begin.elapsed_time(end)
+    return float(begin.elapsed_time(end))
 
 
 def _free(device: torch.device) -> None:

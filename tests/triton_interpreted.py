@@ -1,6 +1,6 @@
 """The Triton kernel against float64, on the CPU through Triton's interpreter.
 
-``test_kernels_triton.py`` runs this file in a process of its own, for the interpreter must be asked for before Triton is
+``test_kernels_triton.py`` runs this file in a process of its own: the interpreter must be asked for before Triton is
 imported. One by one: ``TRITON_INTERPRET=1 pytest tests/triton_interpreted.py``.
 """
 

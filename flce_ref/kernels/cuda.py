@@ -166,7 +166,7 @@ def _cuda() -> Any:
 def _layout(device: int, vocab_size: int, itemsize: int, write_grad: bool) -> Layout:
     if not write_grad:  # every logit is needed once only
         return Layout(threads=512 if vocab_size > 8192 else 128, min_blocks=3)
-    gpu = torch.cuda.get_device_properties(device)
+    gpu: Any = torch.cuda.get_device_properties(device)
     return choose_layout(
         vocab_size, itemsize, (gpu.major, gpu.minor),
         gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor,
@@ -176,7 +176,7 @@ def _layout(device: int, vocab_size: int, itemsize: int, write_grad: bool) -> La
 @functools.cache
 def _kernel(device: int, dtype: torch.dtype, layout: Layout, smoothing: bool, softcap: bool, write_grad: bool) -> Any:
     """The configuration, compiled for ``device``, loaded, and allowed all the shared memory that a block can have."""
-    gpu = torch.cuda.get_device_properties(device)
+    gpu: Any = torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):
         code = compile_cubin(f"sm_{gpu.major}{gpu.minor}", dtype, layout, smoothing, softcap, write_grad)
         kernel = code.get_kernel("cross_entropy")
