@@ -236,7 +236,7 @@ class MeanOverAllTokens(Right):
     caught_by = "ignore_index.loss"
     also = (
         "ignore_index.*",
-        "bias.gradient",
+        "bias.ignored",
         "z_loss.*",
         "combinations*",
         "chunk.*",
@@ -254,7 +254,7 @@ class GradientOfIgnored(Right):
     caught_by = "ignore_index.dx"
     also = (
         "ignore_index.*",
-        "bias.gradient",
+        "bias.ignored",
         "z_loss.*",
         "combinations*",
         "chunk.*",
@@ -383,7 +383,7 @@ class LeavesIgnoredUnwritten(Right):
         "chunk.*",
         "upstream.*",
         "micro_batches",
-        "bias.gradient",
+        "bias.ignored",
         "inputs.*",
     )
     report = "Liger-Kernel #1338"
@@ -419,7 +419,7 @@ class BiasTwiceAtTarget(Right):
 
     caught_by = "bias"
     also = (
-        "bias.gradient",
+        "bias.ignored",
         "combinations*",
         "chunk.combinations",
         "frozen.gradients",

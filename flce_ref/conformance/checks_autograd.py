@@ -149,10 +149,11 @@ def second_derivative(subject: Subject, dtype: torch.dtype) -> Finding:
     found = []
     for function in (_in_double(plain), subject):
         leaves = problem.leaves()
+        # Squared, so that the upstream gradient depends on the inputs too: a backward written as g · dx then returns
+        # something, which is not the second derivative.
+        squared = function(leaves) ** 2
         try:
-            # Squared, so that the upstream gradient depends on the inputs too: a backward written as g · dx then
-            # returns something, which is not the second derivative.
-            dx = torch.autograd.grad(function(leaves) ** 2, leaves.input, create_graph=True)[0]
+            dx = torch.autograd.grad(squared, leaves.input, create_graph=True)[0]
             found.append(torch.autograd.grad(dx.square().sum(), leaves.input)[0])
         except Exception:
             return Finding(0.0, EXACT, "it raised an error")

@@ -14,49 +14,69 @@ from .reference import execute, truth
 from .registry import Finding, check
 from .subject import Subject
 
-
-@check(
-    "bias",
-    "loss, dx, dw with a bias",
-    "linear_bias should be added to every logit once, the target's included.",
-    needs=("linear_bias",),
-)
-def bias(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device)
-    return agree(subject, problem.but(linear_bias=bias_for(problem)), ("loss", "dx", "dw"))
+TENSORS = {"linear_bias": bias_for, "weight": class_weight_for}
 
 
-@check(
-    "bias.gradient",
-    "the bias's own gradient",
-    "The gradient of linear_bias should be dlogits summed over tokens.",
-    needs=("linear_bias",),
-)
-def bias_gradient(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, ignored=1 / 3)
-    return agree(subject, problem.but(linear_bias=bias_for(problem)), ("dbias",))
+# id: (what, should, fields of the problem); a bias or class weight is given where the id names one
+ALONE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bias": (
+        "loss, gradients with a bias",
+        "linear_bias should be added to every logit once, the target's included, its gradient be dlogits summed.",
+        {},
+    ),
+    "bias.ignored": (
+        "a bias with a third of the targets ignored",
+        "Ignored tokens should add nothing to the gradient of linear_bias.",
+        {"ignored": 1 / 3},
+    ),
+    "class_weight.mean": (
+        'class weight under "mean"',
+        "The mean should divide by the sum of the targets' weights, not by their number.",
+        {},
+    ),
+    "class_weight.sum": (
+        'class weight under "sum"',
+        "Each token's loss should be multiplied by the weight of its target.",
+        {"reduction": "sum"},
+    ),
+    "label_smoothing": (
+        "label smoothing 0.1",
+        "The target distribution should be (1 − ε) one-hot + ε / V.",
+        {"label_smoothing": 0.1},
+    ),
+    "z_loss": ("z-loss 0.01", "z_loss · lse² should be added to each token's loss.", {"z_loss": 0.01}),
+    "z_loss.ignored": (
+        "z-loss with a third of the targets ignored",
+        "Ignored tokens should have no z-loss, and its mean should divide by the valid ones.",
+        {"z_loss": 0.01, "ignored": 1 / 3},
+    ),
+    "z_loss.class_weight": (
+        "z-loss beside a class weight",
+        "The z-loss's mean should divide by the number of valid tokens, the cross-entropy's by their weights.",
+        {"z_loss": 0.01, "ignored": 1 / 3},
+    ),
+    "softcap": (
+        "soft-capped logits",
+        "Logits should be softcap · tanh(z / softcap), and dlogits multiplied by 1 − tanh².",
+        {"softcap": 3.0, "spread": 4.0},
+    ),
+}
 
 
-@check(
-    "class_weight.mean",
-    'class weight under "mean"',
-    "The mean should divide by the sum of the targets' weights, not by their number.",
-    needs=("weight",),
-)
-def class_weight_mean(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device)
-    return agree(subject, problem.but(weight=class_weight_for(problem)))
+def _declare_options() -> None:
+    for id, (what, should, fields) in ALONE.items():
+        given = [name for part, name in (("bias", "linear_bias"), ("class_weight", "weight")) if part in id]
+        needs = (*given, *(name for name in ("label_smoothing", "z_loss", "softcap") if name in fields))
+
+        @check(id, what, should, needs=needs)
+        def alone(
+            subject: Subject, dtype: torch.dtype, given: list[str] = given, fields: dict[str, Any] = fields
+        ) -> Finding:
+            problem = make(subject.device, **fields)
+            return agree(subject, problem.but(**{name: TENSORS[name](problem) for name in given}))
 
 
-@check(
-    "class_weight.sum",
-    'class weight under "sum"',
-    "Each token's loss should be multiplied by the weight of its target.",
-    needs=("weight",),
-)
-def class_weight_sum(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, reduction="sum")
-    return agree(subject, problem.but(weight=class_weight_for(problem)))
+_declare_options()
 
 
 @check(
@@ -70,52 +90,6 @@ def class_weight_zero(subject: Subject, dtype: torch.dtype) -> Finding:
     weight = class_weight_for(problem)
     weight[::2] = 0.0
     return agree(subject, problem.but(weight=weight))
-
-
-@check(
-    "label_smoothing",
-    "label smoothing 0.1",
-    "The target distribution should be (1 − ε) one-hot + ε / V.",
-    needs=("label_smoothing",),
-)
-def label_smoothing(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, label_smoothing=0.1))
-
-
-@check("z_loss", "z-loss 0.01", "z_loss · lse² should be added to each token's loss.", needs=("z_loss",))
-def z_loss(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, z_loss=0.01))
-
-
-@check(
-    "z_loss.ignored",
-    "z-loss with a third of the targets ignored",
-    "Ignored tokens should have no z-loss, and its mean should divide by the valid ones.",
-    needs=("z_loss",),
-)
-def z_loss_ignored(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, z_loss=0.01, ignored=1 / 3))
-
-
-@check(
-    "z_loss.class_weight",
-    "z-loss beside a class weight",
-    "The z-loss's mean should divide by the number of valid tokens, the cross-entropy's by their weights.",
-    needs=("z_loss", "weight"),
-)
-def z_loss_class_weight(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, z_loss=0.01, ignored=1 / 3)
-    return agree(subject, problem.but(weight=class_weight_for(problem)))
-
-
-@check(
-    "softcap",
-    "soft-capped logits",
-    "Logits should be softcap · tanh(z / softcap), and dlogits multiplied by 1 − tanh².",
-    needs=("softcap",),
-)
-def softcap(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, softcap=3.0, spread=4.0))
 
 
 @check(
@@ -158,10 +132,9 @@ def _combined(subject: Subject, **always: Any) -> Finding:
         "reduction": ("mean", "sum", "none"),
         "target": (problem.target, partly_ignored),
     }
-    if subject.accepts(linear_bias=bias_for(small)):
-        axes["linear_bias"] = (None, bias_for(problem))
-    if subject.accepts(weight=class_weight_for(small)):
-        axes["weight"] = (None, class_weight_for(problem))
+    for name, tensor_for in TENSORS.items():
+        if subject.accepts(**{name: tensor_for(small)}):
+            axes[name] = (None, tensor_for(problem))
     if subject.accepts(label_smoothing=0.1):
         axes["label_smoothing"] = (0.0, 0.1)
     findings = []
