@@ -110,7 +110,7 @@ class Names:
 
     def _name(self, block: Block) -> tuple[str, str]:
         if block.role:
-            return block.name, "weight" if block.role == "weight" else "input"
+            return block.name, block.role if block.role in ("weight", "workspace") else "input"
         if block.final_gradient_of is not None:
             return self._gradient_of_input(block)
         label, category = self._of_head(block)

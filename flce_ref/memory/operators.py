@@ -85,7 +85,8 @@ def _flash_attention_backward(grad_out: Tensor, query: Tensor, key: Tensor, *_ar
     """What FlashAttention-2's backward allocates beside dq, dk and dv (PyTorch's ``flash_attn/flash_api.cpp``).
 
     dq is accumulated in float32 (B, heads, N, head_dim), with N and head_dim rounded up to the kernel's tiles; the row
-    sums of dO·O are float32 (B, heads, N); with grouped queries, dk and dv exist once per query head and are then summed.
+    sums of dO·O are float32 (B, heads, N); with grouped queries, dk and dv exist once per query head and are then
+    summed.
     """
     batch, heads, tokens, head_dim = query.shape
     rows = batch * heads * _round_up(tokens, 128)

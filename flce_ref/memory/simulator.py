@@ -36,6 +36,7 @@ from . import private
 from .labels import Block, Names, Operation, current_label
 from .operators import KERNELS, body_to_follow, workspace_bytes
 from .progress import Progress
+from .shapes import Shapes
 from .stacks import Stacks
 from .step_inputs import FakeInputs, Given, input_names
 from .timeline import Allocation, Frame, Timeline
@@ -47,7 +48,7 @@ _CPU = torch.device("cpu")
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 # Derivatives that write into fresh zeros; autograd calls these forms only for tensors that it takes for subclasses.
-_IN_PLACE = {
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.scatter_add.default: Tensor.scatter_add_,
     torch.ops.aten.scatter.src: Tensor.scatter_,
     torch.ops.aten.scatter.value: Tensor.scatter_,
@@ -91,10 +92,10 @@ def simulate(
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     name = title or str(getattr(step, "__name__", type(step).__name__))
     names = input_names(step, inputs, labels)
-    with _no_collection(), FakeTensorMode(), FakeInputs(names) as given:
+    with _no_collection(), FakeTensorMode() as fakes, FakeInputs(names) as given:
         arguments = [given.fake(value, label) for value, label in zip(inputs, names)]
         module = given.fake(step, "") if isinstance(step, nn.Module) else None
-        booker = _Booker(kernel, given.tensors, Progress(name))
+        booker = _Booker(fakes, kernel, given.tensors, Progress(name))
         try:
             booker.run(step, arguments)
             booker.note_final_gradients([*arguments, module])
@@ -127,8 +128,9 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 class _Booker(TorchDispatchMode):
     """Books every storage that appears and disappears while it is on."""
 
-    def __init__(self, kernel: str, inputs: Sequence[Given], progress: Progress) -> None:
+    def __init__(self, fakes: FakeTensorMode, kernel: str, inputs: Sequence[Given], progress: Progress) -> None:
         super().__init__()
+        self._shapes = Shapes(fakes)
         self.kernel = kernel
         self.blocks: list[Block] = []
         self.events = 0
@@ -144,7 +146,6 @@ class _Booker(TorchDispatchMode):
         self._opened: dict[str, int] = {}
         self._opaque: dict[str, int] = {}
         self._workspaces: dict[str, int] = {}
-        self._at_offset_0: dict[Any, Tensor] = {}
         self._result: Any = None
         self._progress = progress
         source = Operation("input", (), (), "")
@@ -211,27 +212,13 @@ class _Booker(TorchDispatchMode):
             self._followed[func] = body_to_follow(func, self.kernel) if hasattr(func, "_schema") else None
         body: Callable[..., Any] | None = self._followed[func]
         if body is None:
-            if operation.name.partition("::")[0] not in ("aten", "prim", "prims"):
-                self._opaque[operation.name] = self._opaque.get(operation.name, 0) + 1
-            elif _makes_new_outputs(func):
-                args = tuple(map(self._without_offset, args))
+            if operation.name.partition("::")[0] in ("aten", "prim", "prims"):
+                return self._shapes.run(func, args, kwargs)
+            self._opaque[operation.name] = self._opaque.get(operation.name, 0) + 1
             return func(*args, **kwargs)
         self._opened[operation.name] = self._opened.get(operation.name, 0) + 1
         with self:
             return body(*args, **kwargs)
-
-    def _without_offset(self, value: Any) -> Any:
-        """A tensor like ``value`` that begins at the start of its storage.
-
-        FakeTensorMode remembers the outputs of an operator by its inputs, offsets included; so every chunk of a loop
-        over views would be new to it, which takes several times as long.
-        """
-        if not isinstance(value, FakeTensor) or not value.storage_offset():
-            return value
-        layout = (tuple(value.shape), value.stride(), value.dtype)
-        if layout not in self._at_offset_0:
-            self._at_offset_0[layout] = torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cpu")
-        return self._at_offset_0[layout]
 
     def _book_workspace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operation: Operation) -> None:
         size = workspace_bytes(operation.name, self.kernel, args, kwargs)
@@ -386,12 +373,6 @@ def _tensors(values: Any) -> Iterator[FakeTensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
-
-
-@cache
-def _makes_new_outputs(func: Any) -> bool:
-    """Whether no output of this operator shares memory with an input."""
-    return all(argument.alias_info is None for argument in (*func._schema.arguments, *func._schema.returns))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -10,7 +10,9 @@ from types import CodeType, FrameType
 from .timeline import Frame
 
 # Files between an operator that the step calls and the simulator; custom operators come through torch/_library.
-_MACHINERY = frozenset(f"flce_ref/memory/{name}.py" for name in ("operators", "private", "simulator", "stacks")) | {
+_MACHINERY = frozenset(
+    f"flce_ref/memory/{name}.py" for name in ("operators", "private", "shapes", "simulator", "stacks")
+) | {
     "torch/_compile.py",
     "torch/_dynamo/eval_frame.py",
     "torch/_ops.py",
