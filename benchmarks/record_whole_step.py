@@ -112,12 +112,10 @@ def run(decoder: Decoder, schedule: str, tokens: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     with record(f"{MODEL.name}, {schedule} loss, each layer checkpointed") as recording:
-        loss = decoder(*inputs)
-        loss.backward()
+        decoder(*inputs).backward()
     return {
         "schedule": schedule,
         "checkpointing": True,
-        "loss": round(float(loss), 3),
         "seconds": round(time.perf_counter() - started, 1),
         "before_bytes": before,
         "measured_peak_bytes": torch.cuda.max_memory_allocated(),

@@ -77,7 +77,7 @@ def _write(timelines: dict[tuple[str, bool], Timeline], spikes: dict[tuple[str, 
 
 
 def _draw_steps(timelines: list[Timeline]) -> None:
-    """The checkpointed steps on one scale; the third is in the interactive page only, for it needs another."""
+    """The first two on one scale; more are in the interactive page only, for they need another."""
     figure, axes = plt.subplots(2, 1, figsize=(7.4, 6.4))
     top = timelines[0].peak_bytes
     for ax, timeline in zip(axes, timelines[:2]):
