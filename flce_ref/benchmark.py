@@ -96,7 +96,6 @@ def measure(
 
     for name, step in steps.items():
         peaks[name] = attempt(name, partial(warm_up, step))
-        _free(device)
     for turn in range(rounds):
         for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
             if name not in errors:
