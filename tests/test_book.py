@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ PAGES = sorted((ROOT / "book").glob("*.md"))
 yaml = pytest.importorskip("yaml")
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
 offline_pages = pytest.importorskip("offline_pages", reason="needs Sphinx")
+measured = pytest.importorskip("measured", reason="needs Sphinx")
 
 FIGURE = re.compile(r"^(?P<fence>`{3,}|:{3,})\{(?:figure|image)\}.*?^(?P=fence)\s*$", re.MULTILINE | re.DOTALL)
 MARKDOWN_IMAGE_WITHOUT_TEXT = re.compile(r"!\[\s*\]\(")
@@ -47,6 +49,45 @@ def test_every_page_and_lab_is_in_the_table_of_contents_once() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_every_image_has_alternative_text(path: Path) -> None:
     assert images_without_text(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "book/data/h200").iterdir()), ids=lambda path: path.name)
+def test_every_measured_file_says_where_it_came_from(path: Path) -> None:
+    if path.name == measured.SESSION:
+        assert {name for name in measured._read(path)["files"] if not path.with_name(name).exists()} == set()
+    else:
+        about, circumstances = measured.origin(path)
+        assert about
+        assert "torch" in circumstances
+
+
+GPU_RUN = {
+    "what": "Times",
+    "command": "python a.py",
+    "measured": "2026-12-01",
+    "device": "H200",
+    "versions": {"torch": "2"},
+}
+NESTED_RUN = {
+    "what": "Times.",
+    "provenance": {"date": "2026-12-01T01:02:03", "command": "python a.py", "gpu": {"name": "H200"}, "torch": "2"},
+}
+
+
+@pytest.mark.parametrize("document", [GPU_RUN, NESTED_RUN])
+def test_the_origin_of_a_data_file_is_read_from_it(tmp_path: Path, document: dict[str, object]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "a_more.json").write_text("[]", encoding="utf-8")
+    assert measured.origin(tmp_path / "a.json") == ("Times. Made by `python a.py`.", "2026-12-01, H200, torch 2")
+    assert measured.origin(tmp_path / "a_more.json") == ("Belongs to a.json.", "2026-12-01, H200, torch 2")
+
+
+@pytest.mark.parametrize("missing", GPU_RUN)
+def test_a_data_file_without_an_origin_is_refused(tmp_path: Path, missing: str) -> None:
+    document = {key: value for key, value in GPU_RUN.items() if key != missing}
+    (tmp_path / "a.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(LookupError):
+        measured.origin(tmp_path / "a.json")
 
 
 def test_the_readme_says_what_its_picture_shows() -> None:
