@@ -57,6 +57,7 @@ def main() -> None:
         "models": the_spike.models_table,
         "context": the_spike.context,
         "whole-step": whole_steps.whole_step,
+        "whole-step-recorded": the_spike.whole_step_recorded,
         "naive-step": one_naive_step.naive_step,
         "chunked-step": the_plateau.chunked_step,
         "plateau": the_plateau.plateau,

@@ -104,7 +104,7 @@ def naive_step() -> None:
             table.writerow([code, f"{timeline.peak_bytes / 2**30:.2f}", multiple])
     write_events(measured)
 
-    figure = compare([simulated, measured], titles=["simulated", "recorded on an H200"])
+    figure = compare([simulated, measured], titles=["simulated", "recorded on an H200"], columns=1, labels=True)
     alt = " ".join(f"{where}: {t.alt_text()}" for where, t in (("Simulated", simulated), ("Recorded", measured)))
     save("naive-step", figure, f"Two plots of the same shape. {alt}", [simulated, measured])
 
@@ -125,7 +125,7 @@ def write_events(timeline: Timeline) -> None:
         for event, verb, a in sorted(events, key=lambda row: row[0]):
             assert timeline.backward_start is not None
             where = "forward" if event < timeline.backward_start else "backward"
-            alive = f"{(live[event] - before) / 2**30:.3f}"
+            alive = f"{(live[event] - before) / 2**30:.4f}"
             alive = f"**{alive}**" if event == timeline.peak_event else alive
             sign = "+" if verb == "allocated" else "−"
-            table.writerow([event, where, f"{a.label} {verb}", f"{sign}{a.bytes / 2**30:.3f}", alive])
+            table.writerow([event, where, f"{a.label} {verb}", f"{sign}{a.bytes / 2**30:.4f}", alive])

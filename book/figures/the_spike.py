@@ -1,4 +1,4 @@
-"""Chapter 1: the heads of published models, the step peak against the context length."""
+"""Chapter 1: the heads of published models, the step peak against the context length, a recorded training step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from make_figures import DATA, read_json, save, write_json
 
 from flce_ref import linear_cross_entropy
-from flce_ref.memory import simulate
+from flce_ref.memory import Timeline, simulate
+from flce_ref.memory.plot import compare
 from flce_ref.memory.step_inputs import head_inputs
 from flce_ref.models import MODELS, get, head_sizes
 
@@ -94,3 +95,13 @@ def context() -> None:
         f"Step peak against the number of tokens on logarithmic axes. {ends}. The first two are parallel straight "
         "lines and pass the memory of every GPU drawn; the last two are nearly flat and stay below all of them.",
     )
+
+
+def whole_step_recorded() -> None:
+    """The training step of chapter 1 as ``benchmarks/record_whole_step.py`` recorded it on an H200."""
+    texts = [(DATA / "h200" / f"whole_step_{loss}.json").read_text(encoding="utf-8") for loss in ("naive", "fused")]
+    timelines = [Timeline.from_json(text) for text in texts]
+    titles = ["plain loss, recorded on an H200", "fused loss, recorded on an H200"]
+    figure = compare(timelines, titles=titles, columns=1, labels=True)
+    alt = " ".join(timeline.alt_text() for timeline in timelines)
+    save("whole-step-recorded", figure, f"Two plots on one scale, one above the other. {alt}", timelines)
