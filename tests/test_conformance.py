@@ -405,6 +405,14 @@ def test_the_command_survives_a_function_that_prints_and_exits(tmp_path):
     assert summary["passed"] + summary["unsupported"] + summary["measured"] == 0
 
 
+def test_the_command_says_which_check_crashed_the_process(tmp_path):
+    path = tmp_path / "crash.py"
+    path.write_text("import os, signal\ndef loss(*args, **options):\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
+    done = verify_command(f"{path}:loss", "--json")
+    assert done.returncode == -signal.SIGSEGV
+    assert "plain_call" in done.stderr  # the function that checks loss, the first row
+
+
 def test_the_command_says_what_is_wrong_with_its_arguments():
     for arguments in (["flce_ref:nothing"], ["nowhere:f"], ["flce_ref:linear_cross_entropy", "--set", "naive"], []):
         done = verify_command(*arguments)

@@ -230,19 +230,24 @@ def wide(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------- which rows count, and how much
 
 
+# Every check that has ignored tokens in it.
+WITH_IGNORED = (
+    "ignore_index.*",
+    "bias.ignored",
+    "z_loss.*",
+    "combinations*",
+    "chunk.*",
+    "outputs.*",
+    "upstream.*",
+    "micro_batches",
+)
+
+
 class MeanOverAllTokens(Right):
     """Divides by N, ignored tokens included."""
 
     caught_by = "ignore_index.loss"
-    also = (
-        "ignore_index.*",
-        "bias.ignored",
-        "z_loss.*",
-        "combinations*",
-        "chunk.*",
-        "outputs.*",
-        "upstream.*",
-    )
+    also = WITH_IGNORED
 
     def counted(self, valid: Tensor) -> Tensor:
         return torch.ones_like(valid)
@@ -252,16 +257,7 @@ class GradientOfIgnored(Right):
     """Masks ignored rows in the loss, not in the gradient."""
 
     caught_by = "ignore_index.dx"
-    also = (
-        "ignore_index.*",
-        "bias.ignored",
-        "z_loss.*",
-        "combinations*",
-        "chunk.*",
-        "outputs.*",
-        "upstream.*",
-        "micro_batches",
-    )
+    also = WITH_IGNORED
 
     def gradient_weight(self, class_weight: Tensor, valid: Tensor) -> Tensor:
         return class_weight
@@ -325,7 +321,7 @@ class MeanOfChunkMeans(Right):
         "autocast.mixed",
         "precision.dw*",
     )
-    report = "NeMo #3804"
+    report = "NeMo-Automodel PR #3804"
 
     def __call__(self, input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
         size = options.get("chunk_size") or self.chunk_size
@@ -376,16 +372,7 @@ class LeavesIgnoredUnwritten(Right):
     """Returns from an ignored row before it has written its loss."""
 
     caught_by = "outputs.all_written"
-    also = (
-        "ignore_index.*",
-        "*z_loss*",
-        "combinations*",
-        "chunk.*",
-        "upstream.*",
-        "micro_batches",
-        "bias.ignored",
-        "inputs.*",
-    )
+    also = (*WITH_IGNORED, "inputs.*")
     report = "Liger-Kernel #1338"
 
     def blank(self, rows: Tensor) -> Tensor:

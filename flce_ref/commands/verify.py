@@ -20,6 +20,8 @@ def add_verify(subparsers: Subparsers) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Print the report of the suite on one function; fail if any check does."""
+    import faulthandler
+
     import torch
 
     from flce_ref.conformance.runner import run
@@ -31,6 +33,7 @@ def run_verify(args: argparse.Namespace) -> int:
         torch.empty(1, device=args.device)
     except (ValueError, RuntimeError, AssertionError) as error:  # Assertion: "Torch not compiled with CUDA enabled"
         args.parser.error(str(error))
+    faulthandler.enable(2)  # standard error; a function that crashes the process: which check it was in
     report = run(function, args.device, settings, name=args.target)
     if args.json:
         args.print_json(report.to_dict())

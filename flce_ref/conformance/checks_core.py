@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .cases import make
-from .compare import GRADIENTS, agree
+from .compare import EVERYTHING, GRADIENTS, agree
 from .registry import Finding, check
 from .subject import Subject
 
@@ -47,65 +49,60 @@ def _declare_reductions() -> None:
             return agree(subject, make(subject.device, reduction=reduction), reduction=reduction)
 
 
+# id: (what, should, fields of the problem, parts that are looked at)
+IGNORED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "none": (
+        'loss, dx, dw under "none" with a third ignored',
+        "Each ignored token should have loss 0 and gradient 0.",
+        {"ignored": 1 / 3, "reduction": "none"},
+        EVERYTHING,
+    ),
+    "in_vocabulary": (
+        "an ignore_index that is a word of the vocabulary",
+        "Targets equal to ignore_index should be ignored, also where they are valid indices.",
+        {"ignored": 1 / 3, "ignore_index": 3},
+        EVERYTHING,
+    ),
+    "any_value": (
+        "an ignore_index far outside the vocabulary",
+        "ignore_index should be compared with, never used as an index.",
+        {"ignored": 1 / 3, "ignore_index": 1_000_000_007},
+        EVERYTHING,
+    ),
+    "all.loss": (
+        "mean loss with every target ignored",
+        "The mean over no tokens should be NaN, as in PyTorch.",
+        {"ignored": 1.0},
+        ("loss",),
+    ),
+    "all.gradients": (
+        "gradients of the mean with every target ignored",
+        "The gradients should be zero although the loss is NaN, as in PyTorch.",
+        {"ignored": 1.0},
+        GRADIENTS,
+    ),
+    "all.sum": (
+        "sum with every target ignored",
+        "A sum over no tokens should be 0, with zero gradients.",
+        {"ignored": 1.0, "reduction": "sum"},
+        EVERYTHING,
+    ),
+}
+
+
+def _declare_ignored() -> None:
+    for name, (what, should, fields, parts) in IGNORED.items():
+
+        @check(f"ignore_index.{name}", what, should, core=True)
+        def ignored(
+            subject: Subject,
+            dtype: torch.dtype,
+            fields: dict[str, Any] = fields,
+            parts: tuple[str, ...] = parts,
+        ) -> Finding:
+            return agree(subject, make(subject.device, **fields), parts)
+
+
 _declare_parts()
 _declare_reductions()
-
-
-@check(
-    "ignore_index.none",
-    'loss, dx, dw under "none" with a third ignored',
-    "Each ignored token should have loss 0 and gradient 0.",
-    core=True,
-)
-def ignored_under_none(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, ignored=1 / 3, reduction="none"))
-
-
-@check(
-    "ignore_index.in_vocabulary",
-    "an ignore_index that is a word of the vocabulary",
-    "Targets equal to ignore_index should be ignored, also where they are valid indices.",
-    core=True,
-)
-def ignored_in_vocabulary(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, ignored=1 / 3, ignore_index=3))
-
-
-@check(
-    "ignore_index.any_value",
-    "an ignore_index far outside the vocabulary",
-    "ignore_index should be compared with, never used as an index.",
-    core=True,
-)
-def ignored_by_any_value(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, ignored=1 / 3, ignore_index=1_000_000_007))
-
-
-@check(
-    "ignore_index.all.loss",
-    "mean loss with every target ignored",
-    "The mean over no tokens should be NaN, as in PyTorch.",
-    core=True,
-)
-def all_ignored_loss(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, ignored=1.0), ("loss",))
-
-
-@check(
-    "ignore_index.all.gradients",
-    "gradients of the mean with every target ignored",
-    "The gradients should be zero although the loss is NaN, as in PyTorch.",
-    core=True,
-)
-def all_ignored_gradients(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, ignored=1.0), GRADIENTS)
-
-
-@check(
-    "ignore_index.all.sum",
-    "sum with every target ignored",
-    "A sum over no tokens should be 0, with zero gradients.",
-    core=True,
-)
-def all_ignored_sum(subject: Subject, dtype: torch.dtype) -> Finding:
-    return agree(subject, make(subject.device, ignored=1.0, reduction="sum"))
+_declare_ignored()

@@ -64,26 +64,23 @@ def _allocations(subject: Subject, problem: Problem, elements: int, step: Callab
     return sum(size >= elements for size in tracker.allocated)
 
 
-@check(
-    "frozen.linear_weight",
-    "buffers of V · D elements with a frozen linear_weight",
-    "A weight that needs no gradient should cost no (V, D) buffer.",
-)
-def frozen_weight_work(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, tokens=8, hidden=512, vocabulary=256).leaves(frozen=("linear_weight",))
-    count = _allocations(subject, problem, 256 * 512, lambda problem: subject(problem).backward())
-    return Finding(float(count), 0.0, f"{count} such buffers were allocated")
+def _declare_frozen() -> None:
+    for name, buffer, tokens, vocabulary in (("linear_weight", "(V, D)", 8, 256), ("input", "(N, D)", 256, 8)):
+
+        @check(
+            f"frozen.{name}",
+            f"{buffer} buffers with a frozen {name}",
+            f"If {name} needs no gradient, that should cost no {buffer} buffer.",
+        )
+        def frozen_work(
+            subject: Subject, dtype: torch.dtype, name: str = name, tokens: int = tokens, vocabulary: int = vocabulary
+        ) -> Finding:
+            problem = make(subject.device, tokens=tokens, hidden=512, vocabulary=vocabulary).leaves(frozen=(name,))
+            count = _allocations(subject, problem, 256 * 512, lambda problem: subject(problem).backward())
+            return Finding(float(count), 0.0, f"{count} such buffers were allocated")
 
 
-@check(
-    "frozen.input",
-    "buffers of N · D elements with a frozen input",
-    "An input that needs no gradient should cost no (N, D) buffer.",
-)
-def frozen_input_work(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = make(subject.device, tokens=256, hidden=512, vocabulary=8).leaves(frozen=("input",))
-    count = _allocations(subject, problem, 256 * 512, lambda problem: subject(problem).backward())
-    return Finding(float(count), 0.0, f"{count} such buffers were allocated")
+_declare_frozen()
 
 
 @check(
