@@ -1,0 +1,64 @@
+"""``cross_entropy.cu`` compiles for every architecture it is written for, which NVRTC can tell without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from flce_ref.kernels.cuda import DTYPES, Layout, choose_layout, compile_cubin
+from tests.test_kernels import GPUS
+
+PACKAGES = ("cuda.core", "cuda.bindings")
+
+
+def installed() -> bool:
+    try:
+        return all(importlib.util.find_spec(package) for package in PACKAGES)
+    except ModuleNotFoundError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not installed(), reason="CROSS_ENTROPY.CU IS NOT COMPILED: pip install 'flce-ref[cuda13]' (no GPU is needed)"
+    ),
+]
+
+# Compute capability → shared memory as in GPUS; 8.9 has 8.6's, 10.0 has 9.0's (CUDA programming guide).
+ARCHITECTURES = {**GPUS, (8, 9): GPUS[8, 6], (10, 0): GPUS[9, 0]}
+HEAD = 151552
+
+
+def code_for(capability: tuple[int, int], dtype: torch.dtype, layout: Layout, **flags: bool) -> bytes:
+    flags = {"smoothing": False, "softcap": False, "write_grad": True, **flags}
+    return compile_cubin(f"sm_{capability[0]}{capability[1]}", dtype, layout, **flags).code
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_layout_that_is_chosen(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    per_block, per_multiprocessor = (kib * 1024 for kib in ARCHITECTURES[capability])
+    layout = choose_layout(HEAD, dtype.itemsize, capability, per_block, per_multiprocessor)
+    for flags in ({}, {"smoothing": True, "softcap": True}):
+        code = code_for(capability, dtype, layout, **flags)
+        assert code.startswith(b"\x7fELF") and b"cross_entropy" in code
+
+
+@pytest.mark.parametrize("layout", [Layout(4, 512, 3, True, True), Layout(1, 128, 1, True), Layout()], ids=str)
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)], ids=str)
+def test_clusters_the_copy_engine_and_neither(capability: tuple[int, int], layout: Layout) -> None:
+    assert code_for(capability, torch.bfloat16, layout).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_without_gradient(dtype: torch.dtype) -> None:
+    assert code_for((8, 0), dtype, Layout(threads=512, min_blocks=3), write_grad=False).startswith(b"\x7fELF")
+
+
+def test_nothing_is_included() -> None:
+    source = Path(compile_cubin.__code__.co_filename).with_name("cross_entropy.cu").read_text(encoding="utf-8")
+    assert "#include" not in source
