@@ -43,7 +43,7 @@ def record(
             three. If they do not suffice, the timeline's notes say so.
 
     Yields:
-        The :class:`Recording`, whose ``timeline`` can be read after the block.
+        The :class:`~flce_ref.memory.recorder.Recording`, whose ``timeline`` can be read after the block.
 
     Raises:
         RuntimeError: there is no CUDA device, or a recording is on already: PyTorch has one history, whose settings
@@ -77,7 +77,7 @@ def record(
 
 
 class Recording:
-    """What :func:`record` yields.
+    """What :func:`~flce_ref.memory.record` yields.
 
     Attributes:
         title: of the timeline.

@@ -36,8 +36,8 @@ def read_snapshot(path: str | Path, device: int | None = None) -> Timeline:
     """Read one device of a Memory Viz pickle.
 
     Args:
-        path: a file written by ``torch.cuda.memory._dump_snapshot``, by :meth:`Timeline.to_snapshot`, or by pickling
-            what ``torch.cuda.memory._snapshot`` returned.
+        path: a file written by ``torch.cuda.memory._dump_snapshot``, by
+            :meth:`~flce_ref.memory.Timeline.to_snapshot`, or by pickling what ``torch.cuda.memory._snapshot`` returned.
         device: index of the device; None takes the one with the most events, and a note names the others.
 
     Returns:
@@ -296,7 +296,7 @@ def write_snapshot(timeline: Timeline, path: str | Path) -> None:
     """Write a Memory Viz pickle (protocol 4). Reading it back gives an equal timeline.
 
     Segments and addresses, which a timeline does not have, are those of
-    :mod:`flce_ref.memory.caching_allocator`; ``time_us`` counts events. Labels are stored as ``user_metadata``.
+    ``flce_ref.memory.caching_allocator``; ``time_us`` counts events. Labels are stored as ``user_metadata``.
     """
     Path(path).write_bytes(pickle.dumps(as_snapshot(timeline), protocol=_PROTOCOL))
 

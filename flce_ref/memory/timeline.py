@@ -57,7 +57,7 @@ class Allocation:
         start: event at which it is allocated; 0 for what was alive before the first event.
         end: event at which it is freed; None if it is still alive after the last one.
         label: what it is, for a reader ("log-probabilities of chunk 3"); "" when unknown.
-        category: one of :data:`CATEGORIES`.
+        category: one of :data:`~flce_ref.memory.CATEGORIES`.
         frames: the Python stack that allocated it, innermost first; empty when unknown.
     """
 
@@ -142,7 +142,7 @@ class Timeline:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that the step was given: category "input" or "weight" and alive before the first event."""
+        """Bytes that the step was given, of category "input" or "weight" and alive before the first event."""
         return sum(a.bytes for a in self.allocations if a.start == 0 and a.category in ("input", "weight"))
 
     @property
@@ -159,7 +159,7 @@ class Timeline:
 
     @property
     def estimated_reserved_bytes(self) -> int:
-        """Most bytes that the caching allocator would hold from CUDA: see :mod:`flce_ref.memory.caching_allocator`."""
+        """Most bytes that the caching allocator would hold from CUDA, in a replay of its rules."""
         from flce_ref.memory.caching_allocator import replay
 
         return replay(self).peak_reserved_bytes
