@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import pickletools
+import re
 import subprocess
 import sys
 import time
@@ -27,8 +28,10 @@ from flce_ref.memory import Allocation, Frame, Timeline, name_by_size
 from flce_ref.memory.caching_allocator import MIN_BLOCK, replay, round_block, segment_size
 from flce_ref.memory.naming import category_of
 from flce_ref.memory.snapshot import as_snapshot, read_timelines
+from flce_ref.models import get
 
-H200 = Path(__file__).parents[1] / "book/data/h200"
+BOOK = Path(__file__).parents[1] / "book"
+H200 = BOOK / "data/h200"
 SHAPE = json.loads((H200 / "provenance.json").read_text())["shape"]
 MEASURED = {
     row["name"]: row["peak_gib"]
@@ -72,6 +75,29 @@ def test_without_shapes_nothing_is_named_that_the_stack_does_not_say() -> None:
     timeline = Timeline.from_snapshot(H200 / "snap_flce.pickle")
     assert {a.label for a in timeline.allocations} == {"", "alive before recording"}
     assert any(frame.filename == "bench2.py" for a in timeline.allocations for frame in a.frames)
+
+
+# ---------------------------------------------------------------- what the appendix "Reading Memory Viz" says of them
+
+
+def test_the_four_buffers_of_the_recorded_step_are_found_by_size_and_three_are_the_spike() -> None:
+    run = json.loads((H200 / "whole_step.json").read_text())
+    step = Timeline.from_json((H200 / "whole_step_naive.json").read_text())
+    logits = run["tokens"] * get(run["model"]).vocab_size * 2
+    alike = [a for a in step.allocations if a.bytes == logits]
+    assert [a.frames[0].name if a.frames else "" for a in alike] == ["plain_loss", "cross_entropy", "", ""]
+    assert alike[1].frames[0].filename == "torch/nn/functional.py"
+    assert [a in step.alive_at(step.peak_event) for a in alike] == [False, True, True, True]
+    assert step.peak_bytes - step.live_bytes()[alike[0].start - 1] == 3 * logits
+
+
+def test_the_program_on_the_page_prints_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (BOOK / "reading-memory-viz.md").read_text(encoding="utf-8")
+    program, printed = re.findall(r"```python\n(from flce_ref[^`]*print[^`]*)```\n\n```text\n([^`]*)```", page)[0]
+    monkeypatch.chdir(BOOK.parent)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(program, {})
+    assert output.getvalue() == printed
 
 
 # ---------------------------------------------------------------- files of other people's runs

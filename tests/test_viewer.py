@@ -324,6 +324,11 @@ def test_nothing_overflows_and_the_theme_follows(browser: Any, tmp_path: Path, w
     viewer = Viewer(browser, tmp_path / "v.html", to_html([h200("chunked8"), h200("flce")]), width, scheme)
     assert viewer.page.evaluate("document.documentElement.scrollWidth") <= width
     assert viewer.page.locator(".fm").get_attribute("data-theme") == scheme
+    ground = [
+        viewer.page.evaluate(f"getComputedStyle(document.querySelector('{e}')).backgroundColor")
+        for e in ("html", ".fm")
+    ]
+    assert ground == (["rgb(20, 24, 30)"] * 2 if scheme == "dark" else ["rgba(0, 0, 0, 0)", "rgb(255, 255, 255)"])
     box = viewer.page.locator("canvas").bounding_box()
     viewer.page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.75)
     viewer.settle()
@@ -383,15 +388,22 @@ def test_in_a_notebook_the_theme_is_the_notebooks(browser: Any, tmp_path: Path, 
 
 def test_inside_a_page_the_frame_takes_its_theme_and_its_own_height(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "book.html"
-    path.write_text(f"<!doctype html><html data-theme='dark'><body>{to_iframe([h200('naive')])}", encoding="utf-8")
+    path.write_text(
+        f"<!doctype html><html data-theme='dark'><style>[data-theme=dark] body {{ background: #121212 }}</style><body>"
+        f"{to_iframe([h200('naive')])}",
+        encoding="utf-8",
+    )
     page = browser.new_page(viewport={"width": 800, "height": 900}, color_scheme="light")
     page.goto(path.as_uri())
     inner = page.frames[1]
     inner.wait_for_selector(".fm-status:not(:empty)")
     root = inner.locator(".fm")
     assert root.get_attribute("data-theme") == "dark"
+    background = "getComputedStyle(document.querySelector('.fm')).backgroundColor"
+    assert inner.evaluate(background) == "rgb(18, 18, 18)"
     page.evaluate("document.documentElement.dataset.theme = 'light'")
     inner.wait_for_selector(".fm[data-theme=light]")
+    assert inner.evaluate(background) == "rgb(255, 255, 255)"
     page.wait_for_function(
         "document.querySelector('iframe').clientHeight >= "
         "document.querySelector('iframe').contentDocument.querySelector('.fm').clientHeight"

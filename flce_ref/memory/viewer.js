@@ -355,8 +355,11 @@ class Viewer {
     const { documentElement: html, body } = surroundings();
     const update = () => {
       const jupyter = { true: "light", false: "dark" }[body && body.dataset.jpThemeLight];
-      const said = html.dataset.theme || html.getAttribute("theme") || jupyter;
-      this.root.dataset.theme = ["light", "dark"].includes(said) ? said : system.matches ? "dark" : "light";
+      const said = [html.dataset.theme, html.getAttribute("theme"), jupyter].find((name) => name === "light" || name === "dark");
+      this.root.dataset.theme = said || (system.matches ? "dark" : "light");
+      // A page that says its theme also lends its background, unless that is transparent.
+      const ground = said && body ? getComputedStyle(body).backgroundColor : "";
+      this.root.style.setProperty("--bg", ground.startsWith("rgb(") ? ground : "");
       this.draw();
     };
     const watcher = new MutationObserver(update);
