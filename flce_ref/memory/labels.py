@@ -122,13 +122,18 @@ class Names:
             return f"gradient of {_short(block.gradient_of.name)}", "activation"
         if len(block.shape) < 2:
             return "values per row, and scalars", "other"
-        return "", "other" if block.in_backward else "activation"
+        if block.in_backward:
+            return "", "other"
+        return f"output of {_short(block.made_by.name)}", "activation"
 
     def _gradient_of_input(self, block: Block) -> tuple[str, str]:
         given = block.final_gradient_of
         assert given is not None
         how = ", summed over chunks" if block.summed else ""
         if given in self._heads:
+            if block.made_by.name in _UNFILLED:
+                # Filled by products in forward, it is the sum itself; made in backward, it is a scaled copy of the sum.
+                return ("dw (returned)" if block.in_backward else self._accumulator(block)), "dw"
             return f"dw{how}", "dw"
         if given.role == "input":
             return f"dx{how}", "dx"
@@ -139,7 +144,7 @@ class Names:
         op = block.made_by.name
         if self._is_logits(block):
             if len(block.written_by) > 1:
-                return "logits of one chunk, then their gradient (one buffer)", "logits"
+                return "logits buffer", "logits"
             return self._numbered("logits", block), "logits"
         if op == "aten::_log_softmax":
             return self._numbered("log-probabilities", block), "log-probabilities"
@@ -173,11 +178,14 @@ class Names:
         if op in _PRODUCTS:
             return self._numbered("dw", block), "dw"
         if op in _UNFILLED:
-            return "dw accumulator", "dw"
+            return self._accumulator(block), "dw"
         parents = {self._named[p][1] for p, _ in block.made_by.operands if p in self._named}
         if op == "aten::_to_copy" and "weight" in parents:
             return f"linear_weight in {_dtype(block)}", "weight"
         return f"dw: {_short(op)}", "dw"
+
+    def _accumulator(self, block: Block) -> str:
+        return f"dw accumulator ({_dtype(block)})"
 
     def _dx(self, block: Block) -> tuple[str, str]:
         """(…, D) that descends from dlogits, or a buffer for all rows of it."""
@@ -232,7 +240,7 @@ class Names:
 
 
 def _heads(blocks: Sequence[Block]) -> set[Block]:
-    """The (V, D) weights of the step: factors of the logits, else the inputs that have that role."""
+    """The (V, D) weights of the step: factors of the logits; where none are seen but there are targets, all weights."""
     found = set()
     for block in blocks:
         if block.read_by & _READ_LOGITS:
@@ -242,9 +250,9 @@ def _heads(blocks: Sequence[Block]) -> set[Block]:
                 if operation.name in _PRODUCTS:
                     factors = (_source(factor) for factor, _ in operation.operands)
                     found |= {f for f in factors if f.role == "weight" and f.shape[:1] == block.shape[-1:]}
-    return {head for head in found if len(head.shape) == 2} or {
-        block for block in blocks if block.role == "weight" and len(block.shape) == 2
-    }
+    if not found and any(block.role == "target" for block in blocks):
+        found = {block for block in blocks if block.role == "weight"}
+    return {head for head in found if len(head.shape) == 2}
 
 
 def _source(block: Block) -> Block:

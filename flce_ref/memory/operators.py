@@ -65,7 +65,9 @@ def _logsumexp(values: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     """``logsumexp`` as PyTorch computes it on every device (``logsumexp_out_impl`` in ReduceOps.cpp): with a copy."""
     shift = values.amax(dim, keepdim=True)
     result_shift = shift if keepdim else shift.squeeze(dim)
-    result_shift.masked_fill_(result_shift.abs() == torch.inf, 0)
+    magnitude = result_shift.abs()
+    result_shift.masked_fill_(magnitude == torch.inf, 0)
+    del magnitude
     return (values - shift).exp_().sum(dim, keepdim).log_().add_(result_shift)
 
 

@@ -58,7 +58,7 @@ class Shapes:
             return outputs if len(operator._schema.returns) > 1 else outputs[0]
         outputs = operator(*args, **kwargs)
         if key not in self._known:
-            self._known[key] = _answer(operator, outputs)
+            self._known[key] = _answer(operator, args, outputs)
         return outputs
 
 
@@ -80,17 +80,21 @@ def _question(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return tuple(parts)
 
 
-def _answer(operator: Any, outputs: Any) -> list[_Layout] | None:
-    """The outputs' layouts, if new tensors of these layouts are the same as the outputs."""
+def _answer(operator: Any, args: tuple[Any, ...], outputs: Any) -> list[_Layout] | None:
+    """The outputs' layouts, if new tensors of these layouts would do in their place."""
     if len(operator._schema.returns) == 1:
         outputs = (outputs,)
+    # Some schemas do not say that an output shares an input's storage: that of _unsafe_view, for one.
+    taken = {item.untyped_storage()._cdata for item in args if isinstance(item, FakeTensor)}
     layouts = []
     for output in outputs:
         if not isinstance(output, FakeTensor) or output.constant is not None or output.layout is not torch.strided:
             return None
+        storage = output.untyped_storage()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(output.shape, output.stride()))
-        if output.numel() and output.untyped_storage().nbytes() != extent * output.element_size():
+        if storage._cdata in taken or storage.nbytes() != (extent * output.element_size() if output.numel() else 0):
             return None
+        taken.add(storage._cdata)
         layouts.append(_layout(output))
     return layouts
 
