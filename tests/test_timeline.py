@@ -276,9 +276,35 @@ def test_without_matplotlib_the_error_says_what_to_install(step: Timeline, monke
     assert "<svg" in step._repr_html_()  # the interactive view does not need it
 
 
-def test_each_category_has_a_colour_of_its_own() -> None:
+# What people without one kind of cone see, on linear RGB: Machado, Oliveira and Fernandes (2009), severity 1.
+VISION = {
+    "all three": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+# From linear RGB to cone responses and, by cube roots, to Oklab (Ottosson, 2020), where distances are perceived ones.
+CONES = [
+    [0.4122214708, 0.5363325363, 0.0514459929],
+    [0.2119034982, 0.6806995451, 0.1073969566],
+    [0.0883024619, 0.2817188376, 0.6299787005],
+]
+OKLAB = [
+    [0.2104542553, 0.7936177850, -0.0040720468],
+    [1.9779984951, -2.4285922050, 0.4505937099],
+    [0.0259040371, 0.7827717662, -0.8086757660],
+]
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_any_two_categories_can_be_told_apart(vision: str) -> None:
     assert list(COLOURS) == list(CATEGORIES)
-    assert len(set(COLOURS.values())) == len(CATEGORIES)
+    srgb = np.array([[int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)] for colour in COLOURS.values()])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(linear @ np.array(VISION[vision]).T, 0, 1)
+    lab = np.cbrt(seen @ np.array(CONES).T) @ np.array(OKLAB).T
+    apart = np.linalg.norm(lab[:, None] - lab[None], axis=-1) + np.eye(len(lab))
+    assert apart.min() > 0.075  # 0.076 is the least among Okabe and Ito's own
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import numpy as np
 from flce_ref.memory.timeline import CATEGORIES, Allocation, Timeline
 
 #: One colour a category. The first seven are Okabe and Ito's (2008), which people with the common colour vision
-#: deficiencies tell apart; two more from ColorBrewer's "Dark2", and grey for what is unknown.
+#: deficiencies tell apart; the last three were chosen so that this stays true of all ten (there is a test).
 COLOURS = {
     "input": "#56B4E9",
     "weight": "#0072B2",
@@ -26,9 +26,9 @@ COLOURS = {
     "dlogits": "#E69F00",
     "dx": "#F0E442",
     "dw": "#CC79A7",
-    "activation": "#7570B3",
-    "workspace": "#A6761D",
-    "other": "#999999",
+    "activation": "#5E3C99",
+    "workspace": "#7F4A1E",
+    "other": "#BDBDBD",
 }
 
 _VISIBLE = 1 / 400  # of the peak: what is thinner than this is drawn only as part of a sum
