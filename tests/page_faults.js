@@ -1,7 +1,7 @@
 // What is wrong with the page as it is shown now, one sentence each; test_pages.py evaluates this in the browser.
 async () => {
   const name = (element) => [element.tagName.toLowerCase(), ...element.classList].join(".");
-  const words = (element) => element.textContent.trim().slice(0, 40);
+  const words = (element) => element.textContent.trim().replace(/\s+/g, " ").slice(0, 40);
 
   // Loaded, typeset and laid out, with everything unfolded that a reader may unfold.
   async function settled() {
