@@ -36,6 +36,7 @@ def own_product(x: Tensor, w: Tensor, y: Tensor, chunk: int, accum: torch.dtype)
     return _stream(x, w, y, chunk, accum, triton_accumulate_, scale=True)
 
 
+@torch.no_grad()
 def _stream(
     x: Tensor, w: Tensor, y: Tensor, chunk: int, accum: torch.dtype, accumulate: Any, scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +58,17 @@ def _stream(
     return loss.sum() / n_valid, dx, dw.to(w.dtype)
 
 
+def cublaslt(x: Tensor, w: Tensor, y: Tensor, chunk: int, accum: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The same products by cuBLASLt, whose heuristics choose other kernels than cuBLAS's."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        return _stream(x, w, y, chunk, accum, accumulate_product_, scale=True)
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+@torch.no_grad()
 def two_streams(x: Tensor, w: Tensor, y: Tensor, chunk: int, accum: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Two buffers of ``chunk`` rows: the row kernel of one on a second stream, the products of the other meanwhile."""
     (n, d), v = x.shape, w.shape[0]
@@ -121,6 +133,9 @@ def ideas() -> dict[str, Any]:
     for chunk, accum in ((1024, fp32), (2048, fp32), (512, bf16), (1024, bf16), (2048, bf16)):
         name = "fp32" if accum == fp32 else "bf16"
         table[f"idea: two streams, {name} dw, chunk 2 × {chunk}"] = partial(two_streams, chunk=chunk, accum=accum)
+    for chunk, accum in ((2048, fp32), (4096, fp32), (1024, bf16)):
+        name = "fp32" if accum == fp32 else "bf16"
+        table[f"idea: cublaslt, {name} dw, chunk {chunk}"] = partial(cublaslt, chunk=chunk, accum=accum)
     for chunk in (1024, 2048):
         table[f"idea: own dw product, fp32 dw, chunk {chunk}"] = partial(own_product, chunk=chunk, accum=fp32)
     return table

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from .schedules.checkpointed import checkpointed
 from .schedules.chunked import chunked
 from .schedules.fused import consume_chunks, fused
 from .schedules.naive import naive
+from .schedules.plan import default_chunk_size
 from .schedules.recompute import attach_gradient
 
 
@@ -84,6 +87,9 @@ def linear_cross_entropy(
     kept = _valid_rows(y, call.objective.ignore_index) if skip_ignored else None
     if kept is not None:
         x, y = x.index_select(0, kept), y.index_select(0, kept)
+        if chunk_size is None:  # about equal chunks of the tokens that are left
+            chunk = default_chunk_size(y.shape[0], linear_weight.shape[1])
+            call = replace(call, plan=replace(call.plan, chunk_size=chunk))
     loss, lse = _run(call, x, linear_weight, linear_bias, y, reduction, return_lse)
     loss = loss.to(call.loss_dtype)
     if reduction == "none":

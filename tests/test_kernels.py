@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from flce_ref import explain, kernels, linear_cross_entropy
+from flce_ref import explain, functional, kernels, linear_cross_entropy
 from flce_ref.kernels import cuda, eager, ops
 from flce_ref.kernels.cuda import Layout, choose_layout
 from flce_ref.objective import Objective
@@ -153,6 +154,17 @@ def test_a_layout_fits_its_gpu(capability: tuple[int, int], itemsize: int, vocab
 
 def test_the_layout_of_the_head_on_hopper() -> None:
     assert choose_layout(151552, 2, (9, 0), 227 * 1024, 228 * 1024) == Layout(4, 512, 3, hold_row=True)
+
+
+@pytest.mark.parametrize(("chunk_size", "used"), [(None, 640), (1000, 1000)])
+def test_skipping_makes_equal_chunks_of_what_is_left(chunk_size: int | None, used: int) -> None:
+    x, w = torch.randn(4096, 8, requires_grad=True), torch.randn(10, 8)
+    y = torch.randint(0, 10, (4096,))
+    y[1100:] = -100
+    with mock.patch.object(functional, "fused", wraps=functional.fused) as fused:
+        linear_cross_entropy(x, w, y, skip_ignored=True, chunk_size=chunk_size)
+    *_, plan = fused.call_args.args
+    assert fused.call_args.args[0].shape == (1100, 8) and plan.chunk_size == used
 
 
 def test_objective_of_another_size_is_refused_by_the_op() -> None:
