@@ -14,12 +14,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from flce_ref.commands.bench import add_bench
 from flce_ref.commands.common import Subparsers, only_json_on_stdout
+from flce_ref.commands.memory import add_memory
 from flce_ref.commands.models import add_models
 from flce_ref.commands.verify import add_verify
 from flce_ref.commands.view import add_view
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_models, add_view, add_verify)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_models, add_memory, add_view, add_verify, add_bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
