@@ -1,10 +1,10 @@
 """Sphinx extension: where each data file came from, read from the file itself.
 
 ``{measured} h200`` lists every file of ``book/data/h200`` with what it holds, and the device, day, versions and command
-it was measured with; a file's name instead lists that one. A JSON file says so in its own keys, at the top or under
-``provenance``: ``device`` or ``gpu``, ``measured`` or ``date``, ``versions``, ``command``, and ``what``, ``about`` or
-``method``. ``NAME_more.json`` belongs to ``NAME.json``. Any other file is named, with a sentence, under ``files`` in
-the folder's ``provenance.json``.
+it was measured with; ``{measured}`` alone lists the files of ``book/data`` itself that say so. A JSON file says it in
+its own keys, at the top or under ``provenance``: ``device`` or ``gpu``, ``measured`` or ``date``, ``versions``,
+``command``, and ``what``, ``about`` or ``method``. ``NAME_more.json`` belongs to ``NAME.json``. Any other file is
+named, with a sentence, under ``files`` in the folder's ``provenance.json``.
 
 A file that none of this covers is an error: a number without its origin does not get into the book.
 """
@@ -72,13 +72,14 @@ def _circumstances(own: dict[str, Any]) -> str:
 class Measured(SphinxDirective):
     """Each data file, linked, and its origin; files of the same day, device and versions together."""
 
-    required_arguments = 1
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        source = DATA / self.arguments[0]
+        source = DATA.joinpath(*self.arguments)
+        everything = bool(self.arguments)
         runs: dict[str, list[str]] = {}
-        for path in [source] if source.is_file() else sorted(source.iterdir()):
-            if path.name != SESSION:
+        for path in sorted(source.iterdir()):
+            if path.name != SESSION and (everything or (path.is_file() and _read(path))):
                 self.env.note_dependency(str(path))
                 try:
                     about, circumstances = origin(path)
