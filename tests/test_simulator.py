@@ -86,6 +86,12 @@ def twice_backward(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def fan_in_and_backward_within(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    loss = fan_in(x, w, y)
+    loss.backward()
+    return loss.detach()
+
+
 def graph_kept_in_fused(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     loss = linear_cross_entropy(x, w, y, chunk_size=C)
     loss.backward(retain_graph=True)
@@ -140,7 +146,7 @@ STEPS: dict[str, Callable[..., Any]] = {name: schedule(**options) for name, opti
     f.__name__: f
     for f in (
         logits_kept, wider_logits, wider_logits_kept, fan_in, fan_in_of_a_view, gathered, backward_of_each_chunk,
-        twice_backward, graph_kept_in_fused, hooked, autograd_function,
+        twice_backward, fan_in_and_backward_within, graph_kept_in_fused, hooked, autograd_function,
     )
 }  # fmt: skip
 
@@ -165,7 +171,10 @@ def test_every_allocation_and_free_is_that_of_the_cpu_allocator(name: str) -> No
 def test_a_step_that_calls_backward_itself_and_updates_the_weight() -> None:
     x, w, y = head()
     real = real_events(sgd, x, w, y)
-    assert simulated_events(simulate(sgd, *head(), kernel="cpu")) == real
+    timeline = simulate(sgd, *head(), kernel="cpu")
+    assert simulated_events(timeline) == real
+    assert timeline.backward_start is not None
+    assert timeline.forward_peak_bytes < timeline.step_peak_bytes
 
 
 class Block(nn.Module):
@@ -224,7 +233,7 @@ def test_gradients_that_are_there_already_are_added_to() -> None:
     # The second dw is a buffer of its own until it has been added to the first.
     assert simulate(two_steps, x, w, y).step_peak_bytes >= first.step_peak_bytes
     survivors = [a for a in simulate(two_steps, x, w, y).allocations if a.end is None and a.start]
-    assert sum(a.label == "dw" for a in survivors) == 1
+    assert sum(a.category == "dw" for a in survivors) == 1
 
 
 # ---------------------------------------------------------------- peaks known from elsewhere

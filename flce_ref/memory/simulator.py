@@ -168,9 +168,13 @@ class _Booker(TorchDispatchMode):
             if loss.ndim:
                 raise ValueError(f"step must return a 0-d loss, got a tensor of shape {tuple(loss.shape)}")
             if loss.requires_grad:
-                self.forward_events, self.phase = self.events, "backward"
+                self._begin_backward()
                 self._progress.last_node = private.next_node_number()
                 loss.backward()
+
+    def _begin_backward(self) -> None:
+        if self.forward_events is None:
+            self.forward_events, self.phase = self.events, "backward"
 
     def close(self) -> None:
         """Stop watching: what is alive now is alive at the end."""
@@ -184,11 +188,12 @@ class _Booker(TorchDispatchMode):
         kwargs = _on_cpu(kwargs or {})
         if func is _DEVICE:
             # Autograd asks for the device of each output of a node before it adds it to what is there already.
-            if self.phase == "backward":
-                self._checked_node = private.node_number(private.current_node())
+            self._checked_node = private.node_number(private.current_node())
             return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
         self._progress.operator()
-        node = private.current_node() if self.phase == "backward" else None
+        node = private.current_node()
+        if node is not None:  # also where the step itself calls backward
+            self._begin_backward()
         in_place = self._in_place_of(func, args, node) if node is not None else None
         if in_place is not None:
             return in_place(*args)
@@ -298,7 +303,7 @@ class _Booker(TorchDispatchMode):
             return
         self.events += 1 if operation.name != "input" else 0
         block = Block(_rounded(size), self.events, tuple(tensor.shape), tensor.dtype, operation)
-        block.in_backward, block.summed = self.phase == "backward", summed
+        block.in_backward, block.summed = node is not None, summed
         block.gradient_of = self._made.get(private.node_number(node) or -1) if node is not None else None
         self.blocks.append(block)
         self._alive[key] = _Storage.of(storage, key, block, self._end)
