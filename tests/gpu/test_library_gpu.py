@@ -36,8 +36,9 @@ def test_all_combinations_match_the_definition(schedule: str, reduction: str) ->
     ):
         x, w, y = problem(device="cuda")
         y[2] = ignore
+        weight = torch.rand(17, device="cuda", dtype=torch.float64) if weighted else None
         options = {"reduction": reduction, "ignore_index": ignore, "label_smoothing": smoothing, "z_loss": z_loss,
-                   "softcap": cap, "weight": torch.rand(17, device="cuda", dtype=torch.float64) if weighted else None}  # fmt: skip
+                   "softcap": cap, "weight": weight}  # fmt: skip
         size = {} if schedule == "naive" else {"chunk_size": 5}
         loss = linear_cross_entropy(x, w, y, schedule=schedule, **size, **options)
         truth = oracle(x, w, y, **options)[0]
