@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_notebooks import MACHINE_PATH
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "book").glob("*.md"))
@@ -93,6 +94,11 @@ def test_a_data_file_without_an_origin_is_refused(tmp_path: Path, missing: str) 
 def test_the_readme_says_what_its_picture_shows() -> None:
     text = (ROOT / "book/figures/readme.txt").read_text(encoding="utf-8").strip()
     assert f'alt="{text}"' in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [*PAGES, *ROOT.glob("*.md")], ids=lambda path: path.stem)
+def test_no_page_names_a_path_of_the_machine_it_was_written_on(path: Path) -> None:
+    assert MACHINE_PATH.findall(path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def faults(notebook: NotebookNode) -> list[str]:
 
 
 def cell_faults(cell: NotebookNode) -> Iterator[str]:
+    if match := MACHINE_PATH.search(cell.source):
+        yield f"names a path of the machine it was written on: {match.group()}"
     if cell.source.rstrip().endswith(";"):
         yield "ends in a semicolon, which nbval can't compare"
     for output in cell.outputs:
@@ -93,6 +95,7 @@ BREAKAGES = {
         "path",
     ),
     "image without a text": (lambda cells: cells[1].metadata.clear(), "alternative text"),
+    "path in the source": (lambda cells: cells[0].update(source="open('/home/me/x.json')"), "written on"),
     "semicolon": (lambda cells: cells[1].update(source="plot();"), "semicolon"),
     "no assertion at the end": (lambda cells: cells[-1].update(source="done = True"), "assertions"),
     "no code": (lambda cells: [cell.update(cell_type="markdown") for cell in cells], "no code cell"),
