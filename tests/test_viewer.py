@@ -90,6 +90,18 @@ def test_without_scripts_there_is_the_static_picture() -> None:
     assert fallback[1].count("<svg") == 2
 
 
+@pytest.mark.parametrize("path", sorted((H200.parents[1] / "figures").glob("*.html")), ids=lambda path: path.stem)
+def test_the_books_interactive_pages_hold_the_present_viewer(path: Path) -> None:
+    """They are committed: remake them (python book/figures/make_figures.py) when the viewer or its colours change."""
+    page = str(collect(path.read_text(encoding="utf-8")).frame["srcdoc"])
+    committed, present = collect(page), collect(to_html([h200("naive")]))
+    assert committed.scripts[1] == present.scripts[1]
+    assert re.findall("<style>(.*?)</style>", page, re.S) == re.findall(
+        "<style>(.*?)</style>", to_html([h200("naive")]), re.S
+    )
+    assert json.loads(committed.scripts[0])["colours"] == json.loads(present.scripts[0])["colours"]
+
+
 def test_nothing_to_show_is_refused() -> None:
     with pytest.raises(ValueError, match="timelines: got none"):
         to_html([])
