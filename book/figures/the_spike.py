@@ -11,14 +11,15 @@ from make_figures import DATA, read_json, save, write_json
 
 from flce_ref import linear_cross_entropy
 from flce_ref.memory import Timeline, simulate
-from flce_ref.memory.plot import compare
 from flce_ref.memory.step_inputs import head_inputs
+from flce_ref.memory.whole_step import simulate_whole_step
 from flce_ref.models import MODELS, get, head_sizes
 
 GRAVITY = get("gravity-16b-a3b")
 SCHEDULES = ("naive", "chunked", "checkpointed", "fused")
 CONTEXTS = [2**exponent for exponent in range(12, 21)]
 BATCH, SEQUENCE = 4, 4096  # the source's example
+DECODER, DECODER_TOKENS = get("smollm3-3b"), 2**17  # what was recorded whole
 
 
 def models_table() -> None:
@@ -98,10 +99,37 @@ def context() -> None:
 
 
 def whole_step_recorded() -> None:
-    """The training step of chapter 1 as ``benchmarks/record_whole_step.py`` recorded it on an H200."""
-    texts = [(DATA / "h200" / f"whole_step_{loss}.json").read_text(encoding="utf-8") for loss in ("naive", "fused")]
-    timelines = [Timeline.from_json(text) for text in texts]
-    titles = ["plain loss, recorded on an H200", "fused loss, recorded on an H200"]
-    figure = compare(timelines, titles=titles, columns=1, labels=True)
-    alt = " ".join(timeline.alt_text() for timeline in timelines)
-    save("whole-step-recorded", figure, f"Two plots on one scale, one above the other. {alt}", timelines)
+    """The training step of chapter 1 as recorded on an H200, and the simulated one laid over it."""
+    figure, axes = plt.subplots(2, 1, figsize=(7.0, 5.2), sharex=True, sharey=True)
+    recordings = []
+    for ax, loss in zip(axes, ("naive", "fused")):
+        text = (DATA / "h200" / f"whole_step_{loss}.json").read_text(encoding="utf-8")
+        recorded = Timeline.from_json(text)
+        simulated = simulate_whole_step(DECODER, DECODER_TOKENS, tied=True, schedule=loss)
+        recordings.append(recorded)
+        for timeline, name, style in (
+            (recorded, "recorded on an H200", {"color": "C1", "linewidth": 3.0}),
+            (simulated, "simulated", {"color": "C0", "linewidth": 0.9}),
+        ):
+            ax.plot(progress(timeline), timeline.live_bytes() / 2**30, label=name, **style)
+        ax.set_title(f"{'plain' if loss == 'naive' else loss} loss")
+        ax.set_ylabel("alive, GiB")
+    axes[0].legend()
+    axes[0].set_ylim(0, None)
+    axes[1].set_xticks([0, 1, 2], ["forward begins", "backward begins", "ends"])
+    alt = " ".join(timeline.alt_text() for timeline in recordings)
+    shape = (
+        "Two plots on one scale, one above the other, in each a recorded and a simulated curve that lie on each other."
+    )
+    save("whole-step-recorded", figure, f"{shape} {alt}", recordings)
+
+
+def progress(timeline: Timeline) -> np.ndarray:
+    """For each state, how far the step has come: 0 to 1 in forward, 1 to 2 in backward.
+
+    A real step has a few events more than a simulated one, of a few bytes; this lays the two over each other.
+    """
+    start = timeline.backward_start
+    assert start is not None
+    forward = np.linspace(0, 1, start, endpoint=False)
+    return np.concatenate([forward, np.linspace(1, 2, timeline.n_events + 1 - start)])
