@@ -112,16 +112,12 @@ def longest_context(step: HeadStep, budget: int) -> int:
     """
     if step.schedule in IDIOMS:
         return _largest(lambda n: _simulated(step, n) <= budget)
-    longest = _largest(lambda n: _predicted(step, n) + _allowance(step, n) <= budget)
-    for _ in range(5):
-        if not longest or not _is_checked(step, longest):
-            break
-        left_out = _simulated(step, longest) - _predicted(step, longest)
-        better = _largest(lambda n, left_out=left_out: _predicted(step, n) + left_out <= budget)  # type: ignore[misc]
-        if better == longest:
-            break
-        longest = better
-    return longest
+    guess = _largest(lambda n: _predicted(step, n) + _allowance(step, n) <= budget)
+    if not _is_checked(step, max(guess, 1)):
+        return guess
+    left_out = _simulated(step, max(guess, 1)) - _predicted(step, max(guess, 1))
+    guess = _largest(lambda n: _predicted(step, n) + left_out <= budget)
+    return _largest_near(guess, lambda n: _simulated(step, n) <= budget)
 
 
 def fewest_chunks(step: HeadStep, tokens: int, budget: int) -> int | None:
@@ -161,10 +157,18 @@ def _equal_chunks(tokens: int) -> Iterator[int]:
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """The largest n ≥ 1 that fits, of those between which it changes once; 0 if 1 does not."""
-    high = 1
-    while fits(high):
-        high *= 2
-    low = high // 2
+    return _largest_near(0, fits)
+
+
+def _largest_near(guess: int, fits: Callable[[int], bool]) -> int:
+    """As :func:`_largest`, asking little if ``guess`` is close."""
+    low, high, stride = guess, max(guess, 1), 1
+    while low > 0 and not fits(low):
+        low, high, stride = max(0, low - stride), low, 2 * stride
+    if low == guess:
+        high = low + stride
+        while fits(high):
+            low, high, stride = high, high + 2 * stride, 2 * stride
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
