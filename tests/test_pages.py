@@ -57,6 +57,7 @@ class Opened:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", self._note)
         self.page.goto(path.as_uri())
+        self.page.add_style_tag(content="* { transition: none !important }")  # colours change at once with the theme
 
     def _note(self, message: Any) -> None:
         if message.type == "error":
