@@ -106,7 +106,7 @@ class HeadStep:
 def longest_context(step: HeadStep, budget: int) -> int:
     """The tokens N with which inputs and step peak together are at most ``budget`` bytes, and with N + 1 are not; or 0.
 
-    Exact up to 256 chunks, where simulations decide. Above, short by the allowance: about one token in a thousand.
+    Exact up to 256 chunks, where simulations decide. Above, short by an allowance: a few in a thousand at D = 2048.
     The memory of a schedule with the default chunk rises with N but for small steps down, where the rule takes one
     chunk more.
     """
