@@ -15,6 +15,10 @@ from .subject import Subject
 HALF = (torch.bfloat16, torch.float16)
 ALL = (torch.float32, *HALF)
 
+# 1 − p[y] ≈ 0.001 is what is left of a sum near 1: the float32 roundings of that sum, whatever its order, count
+# against it.
+_LEFT_OF_ONE = 16 * 2.0**-23 / 1e-3
+
 
 def _training_batch(subject: Subject, dtype: torch.dtype) -> Problem:
     """Many tokens of a small head; on CUDA a larger one, whose truth in float64 a small GPU can still hold."""
@@ -47,7 +51,8 @@ _declare_parts()
     dtypes=ALL,
 )
 def many_chunks(subject: Subject, dtype: torch.dtype) -> Finding:
-    problem = _training_batch(subject, dtype)
+    # The sum, for a float16 mean may already have lost its small gradients before they are added up.
+    problem = _training_batch(subject, dtype).but(reduction="sum")
     size = problem.input.shape[0] // 128
     return agree_like_plain(subject, problem, ("dw",), **subject.chunks_of(size))
 
@@ -67,7 +72,7 @@ def _plain_with_float32_logits(problem: Problem) -> Tensor:
 )
 def confident_tokens(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = confident(subject.device, dtype, reduction="sum")
-    return agree_like_plain(subject, problem, ("dx", "dw"), yardstick=_plain_with_float32_logits)
+    return agree_like_plain(subject, problem, ("dx", "dw"), yardstick=_plain_with_float32_logits, floor=_LEFT_OF_ONE)
 
 
 @check(
@@ -79,7 +84,7 @@ def confident_tokens(subject: Subject, dtype: torch.dtype) -> Finding:
 )
 def loss_digits(subject: Subject, dtype: torch.dtype) -> Finding:
     problem = confident(subject.device, dtype, level=16.0, reduction="none")
-    return agree_like_plain(subject, problem, ("loss",), largest, _plain_with_float32_logits)
+    return agree_like_plain(subject, problem, ("loss",), largest, _plain_with_float32_logits, _LEFT_OF_ONE)
 
 
 @check(

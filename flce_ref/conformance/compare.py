@@ -77,21 +77,23 @@ def agree_like_plain(
     parts: tuple[str, ...],
     measure: Callable[..., float] = overall,
     yardstick: Callable[[Problem], Tensor] = plain,
+    floor: float = 0.0,
     **extra: Any,
 ) -> Finding:
-    """Hold loss and gradients to the float64 truth, within a multiple of the error of plain PyTorch."""
+    """Hold loss and gradients to the float64 truth, within a multiple of the error of plain PyTorch or ``floor``."""
     expected = truth(problem)
     allowed, _ = worst(execute(yardstick, problem), expected, parts, measure)
     error, part = worst(execute(partial(subject, **extra), problem), expected, parts, measure)
-    return like_plain(error, part, allowed, problem.input.dtype)
+    return like_plain(error, part, allowed, problem.input.dtype, floor)
 
 
-def like_plain(error: float, part: str, allowed: float, dtype: torch.dtype) -> Finding:
+def like_plain(error: float, part: str, allowed: float, dtype: torch.dtype, floor: float = 0.0) -> Finding:
     """The finding that holds `error` to a multiple of the error that plain PyTorch is `allowed`.
 
     Where plain PyTorch itself gives no number at all, one rounding is allowed: an infinite bound would pass anything.
     """
-    bound = max(MULTIPLE * allowed, FLOOR[dtype]) if math.isfinite(allowed) else FLOOR[dtype]
+    floor = max(floor, FLOOR[dtype])
+    bound = max(MULTIPLE * allowed, floor) if math.isfinite(allowed) else floor
     return Finding(error, bound, f"{part} is off by {error:.2g}; plain PyTorch by {allowed:.2g}")
 
 
