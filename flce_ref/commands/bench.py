@@ -87,7 +87,7 @@ def _sizes(args: argparse.Namespace, device: torch.device) -> tuple[int, int, in
     else:
         gpu = torch.cuda.get_device_properties(device)
         tokens, (vocab, hidden) = 2048 if gpu.total_memory < _SMALL_GPU else 8192, (151552, 2048)
-        # By capability: torch.cuda.is_bf16_supported() is also true where bfloat16 is emulated.
+        # By capability, for torch.cuda.is_bf16_supported is also true where bfloat16 is emulated.
         best = torch.bfloat16 if gpu.major >= 8 else torch.float16
     if args.model:
         try:
