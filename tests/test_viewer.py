@@ -14,7 +14,7 @@ from test_timeline import random_timeline
 
 from flce_ref.__main__ import main
 from flce_ref.memory import Allocation, Frame, Timeline, name_by_size
-from flce_ref.memory.viewer import to_html, to_iframe
+from flce_ref.memory.viewer import contents, frame_of, to_html, to_iframe
 
 H200 = Path(__file__).parents[1] / "book/data/h200"
 
@@ -90,16 +90,23 @@ def test_without_scripts_there_is_the_static_picture() -> None:
     assert fallback[1].count("<svg") == 2
 
 
-@pytest.mark.parametrize("path", sorted((H200.parents[1] / "figures").glob("*.html")), ids=lambda path: path.stem)
-def test_the_books_interactive_pages_hold_the_present_viewer(path: Path) -> None:
-    """They are committed: remake them (python book/figures/make_figures.py) when the viewer or its colours change."""
-    page = str(collect(path.read_text(encoding="utf-8")).frame["srcdoc"])
-    committed, present = collect(page), collect(to_html([h200("naive")]))
-    assert committed.scripts[1] == present.scripts[1]
-    assert re.findall("<style>(.*?)</style>", page, re.S) == re.findall(
-        "<style>(.*?)</style>", to_html([h200("naive")]), re.S
+@pytest.mark.parametrize(
+    "path", sorted((H200.parents[1] / "figures").glob("*.timelines.json")), ids=lambda path: path.name.split(".")[0]
+)
+def test_the_books_stored_timelines_are_shown_by_the_present_viewer(path: Path) -> None:
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    assert stored.keys() == contents([h200("naive")]).keys()
+    assert stored["timelines"][0].keys() == contents([h200("naive")])["timelines"][0].keys()
+    page = collect(str(collect(frame_of(stored)).frame["srcdoc"]))
+    assert json.loads(page.scripts[0])["timelines"] == stored["timelines"]
+
+
+def test_a_stored_timeline_gives_the_same_frame_but_for_the_picture() -> None:
+    timelines = [h200("naive"), h200("flce")]
+    stored = json.loads(json.dumps(contents(timelines)))
+    assert frame_of(stored) == re.sub(
+        "<noscript>.*</noscript>", "<noscript></noscript>", to_iframe(timelines), flags=re.S
     )
-    assert json.loads(committed.scripts[0])["colours"] == json.loads(present.scripts[0])["colours"]
 
 
 def test_nothing_to_show_is_refused() -> None:

@@ -6,8 +6,8 @@ objects, ``key=value`` conditions that select exactly one; the third is a format
 ``UNITS`` to convert a number of bytes. A step can be left out: ``file | key``.
 
 ``{drawn} NAME`` is a figure of ``book/figures/NAME.svg`` whose alternative text is ``book/figures/NAME.txt``: both are
-written by ``book/figures/make_figures.py``, from the same numbers. With ``:interactive:`` the page
-``book/figures/NAME.html`` follows, folded.
+written by ``book/figures/make_figures.py``, from the same numbers. With ``:interactive:`` the viewer follows, folded,
+on the timelines of ``book/figures/NAME.timelines.json``.
 
 Whatever cannot be resolved is a warning, and so an error under ``-W``.
 """
@@ -24,6 +24,8 @@ from docutils.parsers.rst import directives
 from docutils.parsers.rst.states import Inliner
 from sphinx.application import Sphinx
 from sphinx.directives.patches import Figure
+
+from flce_ref.memory.viewer import frame_of
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "GB": 10**9, "percent": 0.01, "k": 1000}
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -114,11 +116,11 @@ class Drawn(Figure):
         return found if summary is None else [*found, self._interactive(name, summary)]
 
     def _interactive(self, name: str, summary: str) -> nodes.Node:
-        page = BOOK / "figures" / f"{name}.html"
-        if not page.is_file():
-            raise self.error(f"drawn: {name!r} has no interactive page; make_figures.py writes {name}.html")
-        self.state.document.settings.env.note_dependency(str(page))
-        frame = page.read_text(encoding="utf-8")
+        stored = BOOK / "figures" / f"{name}.timelines.json"
+        if not stored.is_file():
+            raise self.error(f"drawn: {name!r} has no timelines; make_figures.py writes {stored.name}")
+        self.state.document.settings.env.note_dependency(str(stored))
+        frame = frame_of(json.loads(stored.read_text(encoding="utf-8")))
         markup = f'<details class="interactive"><summary>{html.escape(summary)}</summary>\n{frame}\n</details>'
         return nodes.raw("", markup, format="html")
 

@@ -3,7 +3,7 @@
 A chapter shows the figure that its lab draws and quotes the numbers that its lab measures, so the two can't disagree.
 The lab's code cells are run in order. What a cell tagged ``figure:NAME`` has drawn becomes ``NAME.svg`` beside this
 file, the cell's alternative text ``NAME.txt``, for ``{drawn} NAME``. Timelines that the lab's variable ``interactive``
-has under NAME become ``NAME.html``; its variable ``for_the_chapter`` becomes ``book/data/labs/LAB.json``, for
+has under NAME become ``NAME.timelines.json``; its variable ``for_the_chapter`` becomes ``book/data/labs/LAB.json``, for
 ``{value}``. Without arguments, every lab that has any of these is run.
 """
 
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import nbformat
+from make_figures import write_timelines
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import nbformat
-
-from flce_ref.memory.viewer import to_iframe
 
 FIGURES = Path(__file__).resolve().parent
 NUMBERS = FIGURES.parent / "data" / "labs"
@@ -63,7 +62,7 @@ def collect(path: Path) -> None:
             (FIGURES / f"{name}.txt").write_text(cell.metadata["mystnb"]["image"]["alt"] + "\n", encoding="utf-8")
         plt.close("all")
     for name, timelines in namespace.get("interactive", {}).items():
-        (FIGURES / f"{name}.html").write_text(to_iframe(timelines) + "\n", encoding="utf-8")
+        write_timelines(name, timelines)
     if VARIABLE in namespace:
         NUMBERS.mkdir(parents=True, exist_ok=True)
         text = json.dumps(rounded(namespace[VARIABLE]), ensure_ascii=False, indent=1)

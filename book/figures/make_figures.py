@@ -1,7 +1,7 @@
 """Make the figures of the chapters and the data behind them: ``python book/figures/make_figures.py [NAME …]``.
 
-Every figure is ``NAME.svg``, its alternative text ``NAME.txt`` and, for timelines, an interactive ``NAME.html``,
-beside this file; ``{drawn} NAME`` puts them on a page. What was computed for it goes to ``book/data/``, where
+Every figure is ``NAME.svg``, its alternative text ``NAME.txt`` and, for timelines, ``NAME.timelines.json`` for the
+viewer, beside this file; ``{drawn} NAME`` puts them on a page. What was computed for it goes to ``book/data/``, where
 ``{value}`` reads it. Two runs give the same bytes. Without names, everything is made.
 """
 
@@ -21,19 +21,25 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from flce_ref.memory import Timeline
-from flce_ref.memory.viewer import to_iframe
+from flce_ref.memory.viewer import contents
 
 FIGURES = Path(__file__).parent
 DATA = FIGURES.parent / "data"
 
 
 def save(name: str, figure: Figure, alt: str, timelines: Sequence[Timeline] = ()) -> None:
-    """Write the picture ``name``, its alternative text and, if ``timelines`` are given, its interactive page."""
+    """Write the picture ``name``, its alternative text and, if ``timelines`` are given, what the viewer shows."""
     figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     (FIGURES / f"{name}.txt").write_text(alt + "\n", encoding="utf-8")
     if timelines:
-        (FIGURES / f"{name}.html").write_text(to_iframe(timelines) + "\n", encoding="utf-8")
+        write_timelines(name, timelines)
+
+
+def write_timelines(name: str, timelines: Sequence[Timeline]) -> None:
+    """Write what the interactive viewer of figure ``name`` shows."""
+    text = json.dumps(contents(timelines), separators=(",", ":"), ensure_ascii=False)
+    (FIGURES / f"{name}.timelines.json").write_text(text + "\n", encoding="utf-8")
 
 
 def write_json(name: str, document: Any) -> None:

@@ -29,13 +29,36 @@ def to_html(timelines: Sequence[Timeline]) -> str:
     Raises:
         ValueError: if there are none.
     """
+    return _page(contents(timelines), "".join(to_svg(timeline) for timeline in timelines))
+
+
+def to_iframe(timelines: Sequence[Timeline]) -> str:
+    """The page in an ``<iframe srcdoc>``: what Jupyter, Colab and the built book show. The frame fits its content."""
+    return _frame(contents(timelines), to_html(timelines))
+
+
+def contents(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """What the page shows, as plain values for JSON: all of it but the viewer, for :func:`frame_of` to put around it.
+
+    Raises:
+        ValueError: if there are none.
+    """
     if not timelines:
         raise ValueError("timelines: got none, expected one or more")
+    return {"categories": CATEGORIES, "timelines": [_columns(timeline) for timeline in timelines]}
+
+
+def frame_of(contents: dict[str, Any]) -> str:
+    """The frame of stored :func:`contents`; it has no picture for readers without scripts."""
+    return _frame(contents, _page(contents, ""))
+
+
+def _page(contents: dict[str, Any], fallback: str) -> str:
     pieces = {
-        "@TITLE@": escape(" | ".join(timeline.title for timeline in timelines)),
+        "@TITLE@": escape(" | ".join(timeline["title"] for timeline in contents["timelines"])),
         "@STYLE@": _source("viewer.css"),
-        "@FALLBACK@": "".join(to_svg(timeline) for timeline in timelines),
-        "@DATA@": _json(timelines),
+        "@FALLBACK@": fallback,
+        "@DATA@": _json(contents),
         "@SCRIPT@": "\n".join(_source(name) for name in _SCRIPTS),
     }
     page = _source("viewer.html")
@@ -46,20 +69,15 @@ def to_html(timelines: Sequence[Timeline]) -> str:
     return page
 
 
-def to_iframe(timelines: Sequence[Timeline]) -> str:
-    """The page in an ``<iframe srcdoc>``: what Jupyter, Colab and the built book show. The frame fits its content."""
-    page = to_html(timelines).replace("&", "&amp;").replace("'", "&#39;")
-    title = escape(" ".join(peak_sentence(timeline) for timeline in timelines))
+def _frame(contents: dict[str, Any], page: str) -> str:
+    page = page.replace("&", "&amp;").replace("'", "&#39;")
+    title = escape(" ".join(timeline["alt"] for timeline in contents["timelines"]))
     style = f"width:100%;height:{_FRAME_HEIGHT}px;border:0"
     return f'<iframe class="flce-memory" title="{title}" style="{style}" srcdoc=\'{page}\'></iframe>'
 
 
-def _json(timelines: Sequence[Timeline]) -> str:
-    document = {
-        "categories": CATEGORIES,
-        "colours": [COLOURS[category] for category in CATEGORIES],
-        "timelines": [_columns(timeline) for timeline in timelines],
-    }
+def _json(contents: dict[str, Any]) -> str:
+    document = {**contents, "colours": [COLOURS[category] for category in contents["categories"]]}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
     # Inside <script>, "</script>" would end it and "<!--" would hide what follows.
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
