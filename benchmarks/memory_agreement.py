@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flce_ref import explain, linear_cross_entropy
-from flce_ref.memory import Frame, Timeline, name_by_size, simulate
+from flce_ref.memory import Frame, Timeline, head_step, name_by_size, simulate
 from flce_ref.memory.snapshot import timeline_of
 from flce_ref.memory.stacks import short_path
 from flce_ref.memory.step_inputs import head_inputs
@@ -54,22 +53,12 @@ SCHEDULES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def logits_kept(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(input, linear_weight)
-    return F.cross_entropy(logits, target), logits
-
-
-def float_logits(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(input, linear_weight).float(), target)
-
-
-def float_logits_kept(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(input, linear_weight).float()
-    return F.cross_entropy(logits, target), logits
-
-
 #: What training scripts write by hand.
-IDIOMS = {"logits kept": logits_kept, ".float()": float_logits, ".float(), kept": float_logits_kept}
+IDIOMS = {
+    "logits kept": head_step.logits_kept,
+    ".float()": head_step.float_logits,
+    ".float(), kept": head_step.float_logits_kept,
+}
 
 
 @dataclass(frozen=True)

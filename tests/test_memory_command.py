@@ -77,8 +77,8 @@ def test_chunk_size_is_for_the_schedules_that_have_one(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
 def test_other_dtypes(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    document = run(capsys, *SMALL, "--dtype", dtype, "--budget", "60MB")
-    assert all(row["step_peak_bytes"] > 0 and row["max_tokens"] > 100 for row in document["schedules"])
+    document = run(capsys, *SMALL, "--dtype", dtype, "--budget", "12MB")
+    assert all(row["step_peak_bytes"] > 0 and row["max_tokens"] > 10 for row in document["schedules"])
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,24 +95,25 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *IDIOMS])
-@pytest.mark.parametrize("budget", [2_000_000, 30_000_000])
-def test_the_longest_context_fits_and_one_token_more_does_not(schedule: str, budget: int) -> None:
-    step = HeadStep(schedule, 4096, 64, chunk_size=2048 if schedule in ("chunked", "checkpointed", "fused") else None)
+def test_the_longest_context_fits_and_one_token_more_does_not(schedule: str) -> None:
+    step = HeadStep(schedule, 4096, 64, chunk_size=512 if schedule in ("chunked", "checkpointed", "fused") else None)
+    budget = 9_000_000
     longest = longest_context(step, budget)
-    if schedule == "fused" and budget == 2_000_000:
-        assert longest == 0  # a float32 sum of dw, and its copy in bfloat16, beside the weight
-        return
     assert longest > 0
     assert step.timeline(longest).peak_bytes <= budget < step.timeline(longest + 1).peak_bytes
 
 
-@pytest.mark.parametrize("schedule", ["checkpointed", "fused"])
-def test_a_context_of_very_many_chunks_is_a_little_short_at_most(schedule: str) -> None:
-    step = HeadStep(schedule, 4096, 64, chunk_size=128)
+def test_a_context_of_very_many_chunks_is_a_little_short_at_most() -> None:
+    step = HeadStep("fused", 4096, 64, chunk_size=128)
     budget = 30_000_000
     longest = longest_context(step, budget)
     assert -(-longest // 128) > 256  # so that no simulation has decided; D = 64 makes the allowance large
     assert 0.93 * budget < step.timeline(longest).peak_bytes <= budget
+
+
+def test_no_context_fits_beside_the_sum_of_dw() -> None:
+    # A float32 sum of dw, and its copy in bfloat16, beside the weight.
+    assert longest_context(HeadStep("fused", 4096, 64), 2_000_000) == 0
 
 
 def test_the_longest_context_of_chapter_1() -> None:
@@ -120,11 +121,11 @@ def test_the_longest_context_of_chapter_1() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "checkpointed", "fused"])
-@pytest.mark.parametrize("budget", [3_200_000, 6_000_000, 20_000_000, 200_000_000])
+@pytest.mark.parametrize("budget", [3_200_000, 20_000_000])
 def test_the_chunk_that_fits_makes_the_fewest_chunks(schedule: str, budget: int) -> None:
     step = HeadStep(schedule, 4096, 64)
     tokens = 3000
-    sizes = [tokens, 1536, 1024, 768, 640, 512, 384, 256, 128, 64, 32, 16]
+    sizes = [tokens, 1536, 1024, 768, 640, 512, 384, 256, 128]
     fits = [rows for rows in sizes if step.timeline(tokens, rows).peak_bytes <= budget]
     found = fewest_chunks(step, tokens, budget)
     assert found == (fits[0] if fits else found)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flce_ref import linear_cross_entropy
 from flce_ref.memory import Timeline, simulate
+from flce_ref.memory.head_step import float_logits, float_logits_kept, logits_kept
 from flce_ref.memory.labels import label
 from flce_ref.memory.operators import declare_workspace
 from flce_ref.memory.shapes import Shapes
@@ -40,11 +41,6 @@ def schedule(**options: Any) -> Callable[..., Tensor]:
         return loss.sum() if loss.ndim else loss
 
     return step
-
-
-def logits_kept(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(x, w)
-    return F.cross_entropy(logits, y), logits
 
 
 def wider_logits(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -261,15 +257,6 @@ def test_large_buffers_come_and_go_as_recorded_on_an_h200(name: str, step: str) 
     large = [[size for size in simulated_events(t) if abs(size) >= 1 << 20] for t in (simulated, recorded)]
     assert large[0] == large[1]
     assert len(large[0]) >= 10
-
-
-def float_logits(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(input, linear_weight).float(), target)
-
-
-def float_logits_kept(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(input, linear_weight).float()
-    return F.cross_entropy(logits, target), logits
 
 
 @pytest.mark.parametrize(("step", "gib"), [(logits_kept, 9.86), (float_logits, 14.48), (float_logits_kept, 19.11)])
