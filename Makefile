@@ -40,7 +40,7 @@ serve: book  ## build the book and serve it on http://localhost:8000
 	$(BIN)/python -m http.server --bind localhost --directory _build/html 8000
 
 test: env  ## test the library, then run every lab and compare its outputs with the committed ones
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not pages"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not pages"
 	$(LABS_ON_CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(NBVAL) notebooks
 
 pages: book  ## build the book and open every page in a browser (chromium), wide and narrow, light and dark
