@@ -172,7 +172,7 @@ def free() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, size in (("tokens", 8192), ("vocab", 151552), ("hidden", 2048), ("rounds", 9)):
+    for name, size in (("tokens", 8192), ("vocab", 151552), ("hidden", 2048), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--only", type=re.compile, help="regular expression of the steps to run, beside the floor")
@@ -226,7 +226,12 @@ def main() -> int:
         row["over_floor"] = result.median_ms / floor if floor and result.median_ms else None
         table.append(row)
     sizes = {"tokens": args.tokens, "vocab": args.vocab, "hidden": args.hidden, "dtype": args.dtype}
-    document: dict[str, Any] = {"provenance": provenance() | {"peers": versions()}, **sizes, "unavailable": unavailable}
+    about = {
+        "what": "Forward and backward of one head in turns with its peers: median times, step peaks, errors",
+        "command": " ".join(["python", "benchmarks/head.py", *sys.argv[1:]]),
+        "peers": versions(),
+    }
+    document: dict[str, Any] = {"provenance": provenance() | about, **sizes, "unavailable": unavailable}
     document |= {"rounds": args.rounds, "seconds": time.perf_counter() - began, "table": table}
     if args.out:
         args.out.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -54,7 +54,7 @@ def _stream(
         accumulate(dw, logits.T, x[rows], start == 0)
     n_valid = (y != IGNORE).sum()
     if scale:
-        dx, dw = (scaled(g, 1.0 / n_valid, x.dtype) for g in (dx, dw))
+        dx, dw = (scaled(g, 1.0 / n_valid, x.dtype, kernel) for g in (dx, dw))
     return loss.sum() / n_valid, dx, dw.to(w.dtype)
 
 
@@ -103,7 +103,7 @@ def two_streams(x: Tensor, w: Tensor, y: Tensor, chunk: int, accum: torch.dtype)
         consume(i)
     main.wait_stream(side)
     n_valid = (y != IGNORE).sum()
-    dx, dw = (scaled(g, 1.0 / n_valid, x.dtype) for g in (dx, dw))
+    dx, dw = (scaled(g, 1.0 / n_valid, x.dtype, kernel) for g in (dx, dw))
     return loss.sum() / n_valid, dx, dw
 
 

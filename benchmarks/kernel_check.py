@@ -179,7 +179,11 @@ def main() -> int:
         return sanitize()
     for name, state in kernels.available().items():
         print(f"{name}: {state}")
-    document: dict[str, Any] = {"provenance": provenance(), "available": kernels.available()}
+    about = {
+        "what": "The row kernels: each checked, then the time of one launch in every layout, against copying the chunk",
+        "command": " ".join(["python", "benchmarks/kernel_check.py", *sys.argv[1:]]),
+    }
+    document: dict[str, Any] = {"provenance": provenance() | about, "available": kernels.available()}
     document["smoke"] = [] if args.no_smoke else smoke()
     for label, options in (("plain", {}), ("everything", {k: v for k, v in EVERYTHING.items() if k != "upstream"})):
         print(f"\n{args.rows} rows of {args.vocab} logits, {args.dtype}, {label}")

@@ -153,7 +153,7 @@ def test_a_layout_fits_its_gpu(capability: tuple[int, int], itemsize: int, vocab
 
 
 def test_the_layout_of_the_head_on_hopper() -> None:
-    assert choose_layout(151552, 2, (9, 0), 227 * 1024, 228 * 1024) == Layout(4, 512, 3, hold_row=True)
+    assert choose_layout(151552, 2, (9, 0), 227 * 1024, 228 * 1024) == Layout(4, 256, 3, True, True)
 
 
 @pytest.mark.parametrize(("chunk_size", "used"), [(None, 640), (1000, 1000)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flce_ref.kernels.cuda import DTYPES, Layout, choose_layout, compile_cubin
+from flce_ref.kernels.cuda import DTYPES, Layout, choose_layout, compile_cubin, compile_scale
 from tests.test_kernels import GPUS
 
 PACKAGES = ("cuda.core", "cuda.bindings")
@@ -57,6 +57,13 @@ def test_clusters_the_copy_engine_and_neither(capability: tuple[int, int], layou
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_loss_without_gradient(dtype: torch.dtype) -> None:
     assert code_for((8, 0), dtype, Layout(threads=512, min_blocks=3), write_grad=False).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_scaling(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    for source in {dtype, torch.float32}:
+        assert b"scale" in compile_scale(f"sm_{capability[0]}{capability[1]}", source, dtype).code
 
 
 def test_nothing_is_included() -> None:

@@ -104,3 +104,10 @@ def test_through_the_front_door(reduction: str) -> None:
         ValueError, match=r"kernel='triton' can't run here: .*float32.*float64; accepted are 'auto' and 'eager'"
     ):
         linear_cross_entropy(x.double(), w.double(), y, kernel="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_scaling(dtype: torch.dtype) -> None:
+    values, out = torch.randn(5000), torch.full((5000,), float("nan"), dtype=dtype)
+    triton.scale(values, torch.tensor([0.25]), out)
+    assert torch.equal(out, (values / 4).to(dtype))

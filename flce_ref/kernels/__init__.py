@@ -76,6 +76,20 @@ def implementation(kernel: str, logits: Tensor) -> RowKernel:
     return run
 
 
+def scale(gradient: Tensor, factor: Tensor, out: Tensor, kernel: str) -> None:
+    """``out`` = ``gradient`` · ``factor``, (1,) on their device: by ``kernel`` where it can, else in PyTorch."""
+    fast = (
+        out.is_cuda
+        and out.numel() > 0
+        and out.dtype in FAST_DTYPES
+        and gradient.dtype in (out.dtype, torch.float32)
+        and factor.dtype == torch.float32
+        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (gradient, out))
+    )
+    name = resolve(kernel, out.device, out.dtype) if fast else "eager"
+    importlib.import_module(f".{name}", __name__).scale(gradient, factor, out)
+
+
 def problem(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why ``kernel`` cannot run on contiguous logits of ``dtype`` on ``device``; None if it can."""
     if kernel == "eager":

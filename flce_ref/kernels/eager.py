@@ -72,6 +72,11 @@ def cross_entropy_(
     return loss, lse
 
 
+def scale(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    """``out`` = ``gradient`` · ``factor``, (1,) float32 or wider, rounded once. ``out`` may be ``gradient`` itself."""
+    torch.mul(gradient, factor, out=out)
+
+
 def _accumulation_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 

@@ -67,6 +67,21 @@ def cross_entropy_(
     return loss, lse
 
 
+def scale(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    """As :func:`flce_ref.kernels.eager.scale`, for contiguous tensors."""
+    block = 4096
+    with torch.cuda.device(out.device if out.is_cuda else -1):
+        _scale[(triton.cdiv(out.numel(), block),)](gradient, factor, out, out.numel(), BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _scale(gradient, factor, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    value = tl.load(gradient + i, mask=inside).to(tl.float32) * tl.load(factor)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     # (1 − e) / (1 + e) loses the digits of a small x to the subtraction; there the series is exact to 1e-9.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import scale
 from ..kernels.ops import accumulate_product_, cross_entropy_
 from ..objective import Objective
 from .first_order import first_order_only
@@ -52,6 +53,7 @@ class _Fused(torch.autograd.Function):
         if reduction == "mean":
             loss = loss / n_valid  # NaN if every target is ignored, as PyTorch has it
         ctx.save_for_backward(rows.dx, rows.dw, rows.db, n_valid.clamp(min=1) if reduction == "mean" else None)
+        ctx.kernel = plan.kernel
         ctx.dtypes = [t.dtype if t is not None else None for t in (input, linear_weight, linear_bias)]
         ctx.mark_non_differentiable(rows.loss, rows.lse)
         ctx.set_materialize_grads(False)
@@ -65,7 +67,7 @@ class _Fused(torch.autograd.Function):
             return (None,) * 7
         dx, dw, db, n_valid = ctx.saved_tensors
         factor = grad_loss if n_valid is None else grad_loss / n_valid
-        grads = [scaled(g, factor, dtype) for g, dtype in zip((dx, dw, db), ctx.dtypes, strict=True)]
+        grads = [scaled(g, factor, dtype, ctx.kernel) for g, dtype in zip((dx, dw, db), ctx.dtypes, strict=True)]
         return *grads, None, None, None, None
 
 
@@ -121,10 +123,10 @@ def consume_chunks(
     return Consumed(loss, lse, dx, dw, db)
 
 
-def scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+def scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype, kernel: str) -> Tensor | None:
     """``gradient`` times the scalar ``factor`` in ``dtype``, in place if nobody can ask for the unscaled one again.
 
-    The factor enters with one dimension: a 0-d one would be rounded to the gradient's dtype before the product.
+    The factor has one dimension, so that the product is taken in its dtype: a 0-d one takes no part in promotion.
     """
     if gradient is None:
         return None
@@ -132,7 +134,8 @@ def scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tenso
     if torch.compiler.is_compiling():
         return (gradient * factor).to(dtype)
     out = gradient if gradient.dtype == dtype and not _graph_is_kept() else torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=out)
+    scale(gradient, factor, out, kernel)
+    return out
 
 
 def _graph_is_kept() -> bool:

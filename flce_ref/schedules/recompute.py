@@ -54,7 +54,7 @@ class _Recompute(torch.autograd.Function):
             grad_loss, grad_lse,
         )  # fmt: skip
         dx, dw, db = (
-            scaled(g, scale, t.dtype) if t is not None else None
+            scaled(g, scale, t.dtype, ctx.plan.kernel) if t is not None else None
             for g, t in zip((rows.dx, rows.dw, rows.db), (input, linear_weight, linear_bias), strict=True)
         )
         return dx, dw, db, None, None, None, None, None

@@ -9,6 +9,8 @@ for tool in memcheck racecheck initcheck synccheck; do
     echo "== $tool"
     only=(--kernel-name kernel_substring=cross_entropy)
     [[ $tool == initcheck ]] && only=()  # what PyTorch's own kernels initialise must be seen
+    # cuda.bindings asks the driver for entry points that it may not have: those refusals are no errors of ours.
+    [[ $tool == memcheck ]] && only+=(--report-api-errors no)
     timeout 120 compute-sanitizer --tool "$tool" --error-exitcode 9 "${only[@]}" \
         "${PYTHON:-python3}" benchmarks/kernel_check.py --sanitize 2>&1 | tail -15 || status=1
 done

@@ -237,3 +237,35 @@ def test_half_of_the_tokens_ignored_and_skipped(name: str) -> None:
         results.append((loss.detach(), lse.detach(), *torch.autograd.grad(loss, (x, w))))
     assert (results[1][1][::2] == 0).all() and (results[1][2][::2] == 0).all()
     torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", kernels.KERNELS)
+@pytest.mark.parametrize("count", [1, 7, 8, 4095, 4097, 1_000_003])
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [(torch.float32, dtype) for dtype in kernels.FAST_DTYPES]
+    + [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
+)
+def test_the_scaling(name: str, count: int, source: torch.dtype, dtype: torch.dtype) -> None:
+    # A red zone of 64 NaN on either side; 128 bytes and more keep the middle aligned, as every whole tensor is.
+    zone = torch.full((count + 128,), float("nan"), device="cuda", dtype=source)
+    values = zone[64 : 64 + count].copy_(torch.randn(count, device="cuda"))
+    factor = torch.tensor([0.3721], device="cuda")
+    true = (values.double() * factor.double()).to(dtype)
+    target = zone if dtype == source else torch.full((count + 128,), float("nan"), device="cuda", dtype=dtype)
+    out = target[64 : 64 + count]
+    kernels.scale(values, factor, out, name)
+    torch.testing.assert_close(out, true, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+    assert (out != true).float().mean() < (1 if dtype == torch.float32 else 0.01)  # one rounding, float32's aside
+    assert target[:64].isnan().all() and target[64 + count :].isnan().all()
+
+
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_the_scaling_of_what_the_kernels_do_not_take(name: str) -> None:
+    factor = torch.tensor([0.5], device="cuda")
+    odd = torch.arange(9.0, device="cuda")[1:]  # an address that is no multiple of 16
+    strided = torch.arange(16.0, device="cuda").reshape(4, 4).T
+    for values in (odd, strided, torch.arange(4.0, device="cuda", dtype=torch.float64), odd[:0]):
+        out = torch.empty_like(values)
+        kernels.scale(values, factor.to(values.dtype), out, name if values.dtype != torch.float64 else "auto")
+        assert torch.equal(out, values / 2)
