@@ -54,8 +54,15 @@ def run(command: list[str], lines: int) -> dict[str, Any]:
         "command": shown,
         "exit_status": status,
         "seconds": round(time.perf_counter() - began, 1),
-        "output": [line.replace(str(ROOT), ".") for line in printed[-lines:]],
+        "output": [without_paths(line) for line in printed[-lines:]],
     }
+
+
+def without_paths(line: str) -> str:
+    """A line without the places where this checkout and this Python happen to lie."""
+    for prefix, name in ((sys.prefix, "python"), (str(ROOT), ".")):
+        line = line.replace(prefix, name).replace(os.path.relpath(prefix, ROOT), name)
+    return line
 
 
 def main() -> int:

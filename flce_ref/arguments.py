@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
@@ -13,6 +12,7 @@ from . import kernels
 
 REDUCTIONS = ("mean", "sum", "none")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOAT32 = torch.finfo(torch.float32)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # Which optional arguments each schedule has a use for; asking another for them is an error, not a no-op.
@@ -33,6 +33,9 @@ def check_tensors(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"{name} must be a dense tensor (torch.strided), got {kind}")
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
                 f"{name} is a DTensor; plain tensors are accepted. Pass {name}.full_tensor(), or the local shards of "
@@ -85,7 +88,8 @@ def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
             raise TypeError(f"{name} must have one of the dtypes {_names(FLOAT_DTYPES)}, got {tensor.dtype}")
         if tensor.dtype != input.dtype and (autocast_dtype(input) is None or tensor.dtype == torch.float64):
             raise TypeError(
-                f"{name} is {tensor.dtype} but input is {input.dtype}; outside autocast they must have one dtype"
+                f"{name} is {tensor.dtype} but input is {input.dtype}; they must have one dtype, unless autocast "
+                "brings both to its own, which it does with all but float64"
             )
 
 
@@ -99,12 +103,17 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def check_target_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """IndexError for a target that is neither a word nor ignored: on the CPU, where looking costs no synchronisation.
+    """IndexError for an int64 target that is neither a word nor ignored: on the CPU, where looking does not wait.
 
     On other devices the loss and its gradients become NaN instead. Fake and traced tensors have no values to look at.
     """
-    if torch.compiler.is_compiling() or target.device.type != "cpu" or type(target) is not Tensor:
+    if torch.compiler.is_compiling() or target.device.type != "cpu":
         return
+    if type(target) is not Tensor:
+        from torch._subclasses.fake_tensor import is_fake  # here, for a plain tensor shall not pay for loading it
+
+        if is_fake(target) or torch._is_functional_tensor(target):
+            return
     bad = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
     if bad.any():
         value = int(target[bad][0])
@@ -113,18 +122,32 @@ def check_target_range(target: Tensor, vocab_size: int, ignore_index: int) -> No
         )
 
 
+def check_flags(**flags: object) -> None:
+    """Options that are on or off."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def check_objective(
     reduction: str, ignore_index: int | None, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     """The options of the loss itself."""
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
         raise TypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
+    if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     for name, value, ok, accepted in (
         ("label_smoothing", label_smoothing, lambda v: 0 <= v <= 1, "a number in [0, 1]"),
-        ("z_loss", z_loss, lambda v: 0 <= v < math.inf, "a finite number ≥ 0"),
-        ("softcap", softcap, lambda v: 0 < v < math.inf, "None or a finite number > 0"),
+        ("z_loss", z_loss, lambda v: 0 <= v <= _FLOAT32.max, "a finite number ≥ 0 that float32 holds"),
+        (
+            "softcap",
+            softcap,
+            lambda v: _FLOAT32.tiny <= v <= _FLOAT32.max,
+            "None or a finite number > 0 that float32 holds",
+        ),
     ):
         if name == "softcap" and value is None:
             continue
@@ -138,7 +161,7 @@ def check_schedule(
     schedule: str, chunk_size: int | None, accum_dtype: torch.dtype | None, kernel: str, compute_dtype: torch.dtype
 ) -> None:
     """The options of how the loss is computed, each only where the schedule has a use for it."""
-    if schedule not in HONOURS:
+    if not isinstance(schedule, str) or schedule not in HONOURS:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, HONOURS))}, got {schedule!r}")
     given = {"chunk_size": chunk_size is not None, "accum_dtype": accum_dtype is not None, "kernel": kernel != "auto"}
     for name, is_given in given.items():
@@ -161,7 +184,7 @@ def check_schedule(
                 f"accum_dtype for {compute_dtype} products must be None, {_names(sorted(accepted, key=str))}; "
                 f"got {accum_dtype}{why}"
             )
-    if kernel != "auto" and kernel not in kernels.KERNELS:
+    if kernel not in ("auto", *kernels.KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(map(repr, ('auto', *kernels.KERNELS)))}, got {kernel!r}")
 
 

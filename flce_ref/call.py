@@ -42,11 +42,12 @@ def prepare(
     check_schedule(schedule, chunk_size, accum_dtype, kernel, compute_dtype)
     vocab_size, hidden_size = linear_weight.shape
     ignore_index = -100 if ignore_index is None else int(ignore_index)
-    check_target_range(target, vocab_size, ignore_index)
     input = input.reshape(-1, hidden_size) if hidden_size else input.reshape(target.numel(), 0)
-    target = target.reshape(-1).long()
+    target = target.reshape(-1).long()  # before any comparison: V need not fit the target's own dtype
+    check_target_range(target, vocab_size, ignore_index)
     if weight is not None:
-        weight = weight.to(torch.promote_types(compute_dtype, torch.float32))
+        # A copy: weights changed between forward and backward must not change the gradient of a loss already taken.
+        weight = weight.detach().to(torch.promote_types(compute_dtype, torch.float32), copy=True)
         if reduction == "mean":
             weight = _normalised(weight, target, ignore_index)
     objective = Objective(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .arguments import check_flags
 from .call import Call, prepare
 from .schedules.checkpointed import checkpointed
 from .schedules.chunked import chunked
@@ -83,6 +84,7 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
         schedule, chunk_size, accum_dtype, kernel, options,
     )  # fmt: skip
+    check_flags(skip_ignored=skip_ignored, return_lse=return_lse)
     x, y = call.input, call.target
     kept = _valid_rows(y, call.objective.ignore_index) if skip_ignored else None
     if kept is not None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flce_ref import LinearCrossEntropyLoss, linear_cross_entropy
+from flce_ref import LinearCrossEntropyLoss, explain, linear_cross_entropy
+from flce_ref.arguments import HONOURS
 from flce_ref.schedules.plan import default_chunk_size
 from tests.oracle import oracle, problem
 
@@ -46,9 +47,9 @@ X, W, Y = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
         ({"label_smoothing": float("nan")}, ValueError, r"label_smoothing must be"),
         ({"label_smoothing": "0.1"}, TypeError, r"label_smoothing must be"),
-        ({"z_loss": -1e-4}, ValueError, r"z_loss must be a finite number ≥ 0, got -0.0001"),
+        ({"z_loss": -1e-4}, ValueError, r"z_loss must be a finite number ≥ 0 that float32 holds, got -0.0001"),
         ({"z_loss": float("inf")}, ValueError, r"z_loss must be"),
-        ({"softcap": 0.0}, ValueError, r"softcap must be None or a finite number > 0, got 0.0"),
+        ({"softcap": 0.0}, ValueError, r"softcap must be None or a finite number > 0 that float32 holds, got 0.0"),
         ({"schedule": "magic"}, ValueError, r"schedule must be one of 'naive', .*'fused', got 'magic'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size must be an int ≥ 1 or None, got 0"),
         ({"chunk_size": 2.0}, TypeError, r"chunk_size must be an int ≥ 1 or None, got 2.0"),
@@ -148,3 +149,55 @@ def test_the_default_chunk(n: int, d: int) -> None:
         chunks = -(-n // size)
         assert size % 128 == 0 and size >= 512  # whole tiles of the products, and enough of them
         assert n - (chunks - 1) * size > size - 128 * chunks  # the last one is short by rounding only, not a sliver
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), [(torch.int8, 128), (torch.int8, 1000), (torch.int16, 40_000), (torch.uint8, 300)]
+)
+def test_the_vocabulary_need_not_fit_the_targets_dtype(dtype: torch.dtype, vocab: int) -> None:
+    x, w, y = torch.randn(3, 5), torch.randn(vocab, 5), torch.tensor([50, 3, 4])
+    for schedule in HONOURS:
+        got = linear_cross_entropy(x, w, y.to(dtype), schedule=schedule)
+        torch.testing.assert_close(got, torch.nn.functional.cross_entropy(x @ w.T, y))
+
+
+def test_a_narrow_target_out_of_range_is_found() -> None:
+    x, w = torch.randn(3, 5), torch.randn(100, 5)
+    with pytest.raises(IndexError, match="target 156 is out of range: accepted are 0 … 99"):
+        linear_cross_entropy(x, w, torch.tensor([156, 3, 4], dtype=torch.uint8))  # −100 as a uint8
+    with pytest.raises(IndexError, match="target 44 is out of range"):
+        linear_cross_entropy(x, w[:11], torch.tensor([44, 3, 4], dtype=torch.int8), ignore_index=300)
+    with pytest.raises(IndexError, match="target 100 is out of range"):
+        linear_cross_entropy(x, w, torch.nn.Parameter(torch.tensor([100, 3, 4]), requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ignore_index": 2**80}, ValueError, "ignore_index must fit in 64 bits"),
+        ({"z_loss": 10**400}, ValueError, "z_loss must be a finite number ≥ 0 that float32 holds"),
+        ({"softcap": 1e300}, ValueError, "softcap must be None or a finite number > 0 that float32 holds"),
+        ({"softcap": 1e-300}, ValueError, "softcap must be None or a finite number > 0 that float32 holds"),
+        ({"schedule": []}, ValueError, "schedule must be one of"),
+        ({"reduction": []}, ValueError, "reduction must be one of"),
+        ({"kernel": []}, ValueError, "kernel must be one of"),
+        ({"skip_ignored": "no"}, TypeError, "skip_ignored must be True or False, got 'no'"),
+        ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
+    ],
+    ids=str,
+)
+def test_numbers_too_large_and_values_of_other_kinds(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    x, w, y = torch.randn(3, 5), torch.randn(11, 5), torch.tensor([0, 3, 4])
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(x, w, y, **options)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
+def test_only_dense_tensors(name: str) -> None:
+    tensors = {"input": torch.randn(3, 5), "linear_weight": torch.randn(11, 5), "target": torch.tensor([0, 3, 4])}
+    tensors[name] = tensors[name].to_sparse()
+    for function in (linear_cross_entropy, explain):
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor .torch.strided., got torch.sparse_coo"):
+            function(**tensors)

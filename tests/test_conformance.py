@@ -418,3 +418,11 @@ def test_the_command_says_what_is_wrong_with_its_arguments():
         done = verify_command(*arguments)
         assert done.returncode == 2
         assert "error:" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_device_that_cannot_compute_is_refused(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("CUDA is available")
+    with pytest.raises(ValueError, match=f"device must be one that can compute here, got '{device}'"):
+        verify(linear_cross_entropy, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -315,3 +316,45 @@ def test_the_module_is_the_function() -> None:
     assert "label_smoothing=0.1" in repr(module) and not list(module.state_dict())
     with pytest.raises(TypeError, match="unknown argument 'chunksize'"):
         LinearCrossEntropyLoss(chunksize=3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", ["x", "w"])
+def test_a_second_derivative_is_refused_also_where_its_variable_is_named(reduction: str, wanted: str) -> None:
+    x, w, y = problem()
+    hidden = x * 1.0  # no leaf
+    loss = linear_cross_entropy(hidden, w, y, reduction=reduction).sum()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dx.square().sum() + loss, {"x": x, "w": w}[wanted])
+
+
+def test_a_hessian_is_refused_and_not_zero() -> None:
+    x, w, y = problem()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.functional.hessian(lambda x: linear_cross_entropy(x, w, y), x)
+    naive = torch.autograd.functional.hessian(lambda x: linear_cross_entropy(x, w, y, schedule="naive"), x)
+    assert naive.abs().max() > 0
+
+
+def test_the_hidden_states_are_not_kept_for_that_refusal() -> None:
+    x, w, y = problem()
+    hidden = x * 1.0
+    released = weakref.ref(hidden)
+    loss = linear_cross_entropy(hidden, w, y)
+    del hidden
+    assert released() is None
+    loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("schedule", ["fused", "checkpointed"])
+def test_class_weights_changed_after_forward_change_nothing(schedule: str, reduction: str) -> None:
+    x, w, y = problem()
+    weight = torch.rand(len(w), dtype=torch.float64)
+    expected = torch.autograd.grad(
+        linear_cross_entropy(x, w, y, weight=weight, reduction=reduction, schedule=schedule).sum(), (x, w)
+    )
+    loss = linear_cross_entropy(x, w, y, weight=weight, reduction=reduction, schedule=schedule).sum()
+    weight.mul_(3)
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), expected, rtol=0, atol=0)

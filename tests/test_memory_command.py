@@ -187,16 +187,21 @@ def test_several_schedules_in_one_picture(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("option", ["--plot", "--html", "--snapshot"])
 def test_what_cannot_be_written_is_said(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, message in ((tmp_path / "none" / "a.png", "there is no directory"), (tmp_path, "is a directory")):
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    for path, message in ((tmp_path / "none" / "a.png", "there is no directory"), (folder, "is a directory")):
         assert cli.main(["memory", *SMALL, "--schedule", "naive", option, str(path)]) == 1
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"memory: {path}: ") and message in err
 
 
 def test_a_picture_of_an_unknown_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["memory", *SMALL, "--schedule", "naive", "--plot", str(tmp_path / "a.xyz")]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("memory: ") and "xyz" in err
+    for name in ("a.xyz", "a"):
+        with pytest.raises(SystemExit) as exit:
+            cli.main(["memory", *SMALL, "--schedule", "naive", "--plot", str(tmp_path / name)])
+        assert exit.value.code == 2
+        assert "--plot: expected the name of a file that ends in .png, .svg, .pdf, got" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- usage
@@ -228,6 +233,9 @@ def test_a_picture_of_an_unknown_kind(tmp_path: Path, capsys: pytest.CaptureFixt
         ([*SMALL, "--budget", "infGiB"], "argument --budget: expected a size"),
         ([*SMALL, "--budget=-3GiB"], "argument --budget: expected a size"),
         ([*SMALL, "--budget", "80gigs"], "argument --budget: expected a size"),
+        ([*SMALL, "--budget", "80TiTiB"], "argument --budget: expected a size"),
+        ([*SMALL, "--budget", "1_0GiB"], "argument --budget: expected a size"),
+        ([*SMALL, "--html", ""], "argument --html: expected the name of a file to write"),
         ([*GRAVITY, "--budget", "1GiB"], "argument --budget: 1.000 GiB do not hold the weight and its gradient, 1.156"),
         ([*SMALL, "--snapshot", "x"], "argument --snapshot: a snapshot holds one step"),
     ],

@@ -135,7 +135,7 @@ def test_view_reads_stored_timelines_and_names_by_size(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [(["--html", "{out}"], 1), ([], 2), (["--html", "{out}", "--tokens", "8"], 2), (["--plot", "{out}.nonsense"], 1)],
+    [(["--html", "{out}"], 1), ([], 2), (["--html", "{out}", "--tokens", "8"], 2), (["--plot", "{out}.nonsense"], 2)],
 )
 def test_view_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int

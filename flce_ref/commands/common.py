@@ -20,6 +20,7 @@ T = TypeVar("T")
 Subparsers = Any  # argparse names the type of add_subparsers()'s result only privately
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_command(
@@ -57,6 +58,22 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise ValueError(f"expected an integer ≥ 1, got {text!r}")
     return value
+
+
+@checked
+def output(text: str) -> str:
+    """Read the name of a file to write."""
+    if not text:
+        raise ValueError("expected the name of a file to write, got ''")
+    return text
+
+
+@checked
+def picture(text: str) -> str:
+    """Read the name of a picture to write; its ending decides the format."""
+    if not text.lower().endswith(PICTURES):
+        raise ValueError(f"expected the name of a file that ends in {', '.join(PICTURES)}, got {text!r}")
+    return text
 
 
 @checked

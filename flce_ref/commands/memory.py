@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flce_ref.commands.common import DTYPES, Subparsers, add_command, checked, dtype, positive_int, table
+from flce_ref.commands.common import (
+    DTYPES,
+    Subparsers,
+    add_command,
+    checked,
+    dtype,
+    output,
+    picture,
+    positive_int,
+    table,
+)
 
 if TYPE_CHECKING:
     from flce_ref.memory import Timeline
@@ -35,15 +46,10 @@ train (inputs and step peak within the budget), and the chunk size that makes th
 @checked
 def budget(text: str) -> int:
     """Read ``80GiB`` (2³⁰) or ``80GB`` (10⁹) and so on as bytes."""
-    number = text.rstrip("KMGTiB ")
-    unit = text[len(number) :].strip()
-    prefix, binary = (unit[:1], 1024) if unit.endswith("iB") else (unit.removesuffix("B"), 1000)
-    try:
-        size = float(number) * binary ** _UNITS[prefix]
-        if not unit.endswith("B") or not 1 <= size < 2**60:
-            raise ValueError
-    except (ValueError, KeyError):
-        raise ValueError(f"expected a size such as 80GiB (2³⁰ bytes) or 80GB (10⁹), got {text!r}") from None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B\s*", text)
+    size = float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]] if match else 0.0
+    if not match or (match[3] and not match[2]) or not 1 <= size < 2**60:
+        raise ValueError(f"expected a size such as 80GiB (2³⁰ bytes) or 80GB (10⁹), got {text!r}")
     return int(size)
 
 
@@ -65,9 +71,9 @@ def add_memory(subparsers: Subparsers) -> None:
         "--kernel", choices=KERNELS, default="cuda", help="the row kernel to follow (default %(default)s)"
     )
     parser.add_argument("--budget", type=budget, metavar="SIZE", help="what fits into so much memory, such as 80GiB")
-    parser.add_argument("--plot", metavar="OUT", help="picture to write: .png, .svg or .pdf")
-    parser.add_argument("--html", metavar="OUT", help="interactive page to write")
-    parser.add_argument("--snapshot", metavar="OUT", help="Memory Viz pickle to write, of one schedule")
+    parser.add_argument("--plot", type=picture, metavar="OUT", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--html", type=output, metavar="OUT", help="interactive page to write")
+    parser.add_argument("--snapshot", type=output, metavar="OUT", help="Memory Viz pickle to write, of one schedule")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from flce_ref.commands.common import Subparsers, add_command, positive_int
+from flce_ref.commands.common import Subparsers, add_command, output, picture, positive_int
 
 
 def add_view(subparsers: Subparsers) -> None:
@@ -14,8 +14,8 @@ def add_view(subparsers: Subparsers) -> None:
     parser.add_argument(
         "file", metavar="FILE", help="pickle of torch.cuda.memory._dump_snapshot, or Timeline.to_json()"
     )
-    parser.add_argument("--plot", metavar="OUT", help="picture to write: .png, .svg or .pdf")
-    parser.add_argument("--html", metavar="OUT", help="interactive page to write")
+    parser.add_argument("--plot", type=picture, metavar="OUT", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--html", type=output, metavar="OUT", help="interactive page to write")
     parser.add_argument(
         "--device", type=int, metavar="I", help="which device (default: all in the page, else the busiest)"
     )

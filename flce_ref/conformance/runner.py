@@ -38,6 +38,7 @@ def verify(function: Callable[..., Any], device: torch.device | str = "cpu", **s
 
     Raises:
         TypeError: `function` is not callable.
+        ValueError: nothing can be computed on `device` here.
     """
     return run(function, device, settings)
 
@@ -52,6 +53,11 @@ def run(
     """`verify`, restricted to the checks whose ids are in `only`, with `name` as the target in the report."""
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
+    try:
+        torch.empty(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # "Torch not compiled with CUDA enabled"
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device must be one that can compute here, got {str(device)!r}: {reason}") from None
     subject = Subject(function, torch.device(device), settings or {})
     yardstick = Subject(plain_linear_cross_entropy, subject.device, {})
     chosen = CHECKS.values() if only is None else [CHECKS[id] for id in only]

@@ -14,8 +14,25 @@ import torch
 from torch import Tensor
 
 
+def anchor_of(*tensors: Tensor | None) -> Tensor | None:
+    """A number that hangs on every tensor that needs a gradient, and keeps none of them alive.
+
+    Results of a backward that hang on it in turn are found by whatever differentiates them, also where that names the
+    tensors of which it wants derivatives. None where nothing needs a gradient, or while compiling, when no second
+    derivative can be recorded anyway.
+    """
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not wanted:
+        return None
+    # Sums of no rows: 0, whatever the tensors hold.
+    return torch.stack([t[:0].sum(dtype=torch.float32) for t in wanted]).sum()
+
+
 def first_order_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Decorate the ``backward`` of an autograd function: differentiating through its results raises RuntimeError."""
+    """Decorate the ``backward`` of an autograd function: differentiating through its results raises RuntimeError.
+
+    The function's first saved tensor is the :func:`anchor_of` its inputs.
+    """
 
     @wraps(backward)
     def wrapper(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -24,7 +41,7 @@ def first_order_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             grads = backward(ctx, *upstream)
         if not wanted_again:
             return grads
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = ctx.saved_tensors[0]
         return tuple(None if g is None else _RefuseDerivative.apply(anchor, g) for g in grads)
 
     return wrapper

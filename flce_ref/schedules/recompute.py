@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..objective import Objective
-from .first_order import first_order_only
+from .first_order import anchor_of, first_order_only
 from .fused import consume_chunks, scaled
 from .plan import Plan
 
@@ -27,14 +27,24 @@ def attach_gradient(
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:
     """``loss`` and ``lse`` (N,), computed before without a gradient, as differentiable functions of the inputs."""
-    loss, lse = _Recompute.apply(input, linear_weight, linear_bias, target, loss, lse, objective, plan)
+    loss, lse = _Recompute.apply(
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        loss,
+        lse,
+        objective,
+        plan,
+        anchor_of(input, linear_weight, linear_bias),
+    )
     return loss, lse
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, loss, lse, objective, plan):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(input, linear_weight, linear_bias, target)
+    def forward(ctx, input, linear_weight, linear_bias, target, loss, lse, objective, plan, anchor):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(anchor, input, linear_weight, linear_bias, target)
         ctx.objective, ctx.plan = objective, plan
         ctx.set_materialize_grads(False)
         return loss.clone(), lse.clone()
@@ -43,8 +53,8 @@ class _Recompute(torch.autograd.Function):
     @first_order_only
     def backward(ctx, grad_loss, grad_lse):  # type: ignore[no-untyped-def]
         if grad_loss is None and grad_lse is None:
-            return (None,) * 8
-        input, linear_weight, linear_bias, target = ctx.saved_tensors
+            return (None,) * 9
+        _, input, linear_weight, linear_bias, target = ctx.saved_tensors
         # Upstream gradients of 1/N would underflow in float16 dlogits: their scale is taken out here, put back below.
         scale = _largest(grad_loss, grad_lse)
         grad_loss = torch.zeros_like(grad_lse) if grad_loss is None else grad_loss / scale
@@ -57,7 +67,7 @@ class _Recompute(torch.autograd.Function):
             scaled(g, scale, t.dtype, ctx.plan.kernel) if t is not None else None
             for g, t in zip((rows.dx, rows.dw, rows.db), (input, linear_weight, linear_bias), strict=True)
         )
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _largest(*upstream: Tensor | None) -> Tensor:
