@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .arguments import check_flags
 from .call import Call, prepare
 from .functional import linear_cross_entropy
 from .schedules.peak import Head, fused_peak, plain_peak
@@ -54,6 +55,7 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     bound.apply_defaults()
     arguments = dict(bound.arguments)
     skip_ignored, return_lse = arguments.pop("skip_ignored"), arguments.pop("return_lse")
+    check_flags(skip_ignored=skip_ignored, return_lse=return_lse)
     call = prepare(**arguments)
     head = _head(call, input, linear_weight, return_lse)
     why = []

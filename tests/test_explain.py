@@ -46,7 +46,7 @@ def test_the_prediction_is_what_the_simulator_counts(options: dict[str, object],
     assert explain(*tensors, **options).step_peak_bytes == pytest.approx(simulated(tensors, **options), rel=0.01)
 
 
-@pytest.mark.parametrize(("x_grad", "w_grad"), itertools.product((True, False), repeat=2))
+@pytest.mark.parametrize(("x_grad", "w_grad"), list(itertools.product((True, False), repeat=2)))
 @pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused"])
 def test_frozen_tensors_are_not_counted(schedule: str, x_grad: bool, w_grad: bool) -> None:
     tensors = head(4096, *GRAVITY, x_grad, w_grad)

@@ -358,3 +358,37 @@ def test_class_weights_changed_after_forward_change_nothing(schedule: str, reduc
     loss = linear_cross_entropy(x, w, y, weight=weight, reduction=reduction, schedule=schedule).sum()
     weight.mul_(3)
     torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_through_the_upstream_gradient_is_refused(reduction: str) -> None:
+    x, w, y = problem()
+    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(factor * linear_cross_entropy(x, w, y, reduction=reduction).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dx.square().sum() + factor, factor)
+
+
+def test_an_upstream_gradient_that_is_not_finite_stays_with_its_token() -> None:
+    x, w, y = problem()
+    y[-1] = -100
+    loss = linear_cross_entropy(x, w, y, reduction="none", ignore_index=-100)
+    grads = torch.autograd.grad(loss.sqrt().sum(), (x, w))  # at the ignored token, the slope of √0
+    expected = oracle(x, w, y, reduction="none", ignore_index=-100)[0]
+    torch.testing.assert_close(grads, torch.autograd.grad(expected[:-1].sqrt().sum(), (x, w)))
+    up = torch.ones(len(y), dtype=torch.float64)
+    up[0] = torch.inf
+    (dx,) = torch.autograd.grad(linear_cross_entropy(x, w, y, reduction="none"), x, up)
+    assert not dx[0].isfinite().all() and dx[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_autograd_with_an_eager_forward(reduction: str) -> None:
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    if not hasattr(compiled_autograd, "_enable"):
+        pytest.skip("this PyTorch has it under another name")
+    x, w, y = problem()
+    expected = torch.autograd.grad(linear_cross_entropy(x, w, y, reduction=reduction).sum(), (x, w))
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        linear_cross_entropy(x, w, y, reduction=reduction).sum().backward()
+    torch.testing.assert_close((x.grad, w.grad), expected)

@@ -14,24 +14,22 @@ import torch
 from torch import Tensor
 
 
-def anchor_of(*tensors: Tensor | None) -> Tensor | None:
-    """A number that hangs on every tensor that needs a gradient, and keeps none of them alive.
+def anchors_of(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """For every tensor that needs a gradient a number that hangs on it, and does not keep it alive.
 
-    Results of a backward that hang on it in turn are found by whatever differentiates them, also where that names the
-    tensors of which it wants derivatives. None where nothing needs a gradient, or while compiling, when no second
-    derivative can be recorded anyway.
+    Results of a backward that hang on these in turn are found by whatever differentiates them, also where that names
+    the tensors of which it wants derivatives. None are made while compiling, when no second derivative is recorded.
+    They are to be kept on ``ctx`` as a tuple: as an input of the function, a number would take part in its backward.
     """
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not wanted:
-        return None
-    # Sums of no rows: 0, whatever the tensors hold.
-    return torch.stack([t[:0].sum(dtype=torch.float32) for t in wanted]).sum()
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return ()
+    return tuple(t[:0].sum() for t in tensors if t is not None and t.requires_grad)  # sums of no rows
 
 
 def first_order_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Decorate the ``backward`` of an autograd function: differentiating through its results raises RuntimeError.
 
-    The function's first saved tensor is the :func:`anchor_of` its inputs.
+    Its forward leaves :func:`anchors_of` the inputs in ``ctx.anchors``.
     """
 
     @wraps(backward)
@@ -41,19 +39,19 @@ def first_order_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             grads = backward(ctx, *upstream)
         if not wanted_again:
             return grads
-        anchor = ctx.saved_tensors[0]
-        return tuple(None if g is None else _RefuseDerivative.apply(anchor, g) for g in grads)
+        hung_on = (*ctx.anchors, *(u for u in upstream if u is not None and u.requires_grad))
+        return tuple(None if g is None else _RefuseDerivative.apply(g, *hung_on) for g in grads)
 
     return wrapper
 
 
 class _RefuseDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, gradient):  # type: ignore[no-untyped-def]
+    def forward(ctx, gradient, *hung_on):  # type: ignore[no-untyped-def]
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx, _):  # type: ignore[no-untyped-def]
+    def backward(ctx, *_):  # type: ignore[no-untyped-def]
         raise RuntimeError(
             "linear_cross_entropy has no second derivative: this schedule takes the first one without recording how; "
             "schedule='naive' has one"

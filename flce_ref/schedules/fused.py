@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import scale
 from ..kernels.ops import accumulate_product_, cross_entropy_
 from ..objective import Objective
-from .first_order import anchor_of, first_order_only
+from .first_order import anchors_of, first_order_only
 from .plan import Plan
 
 
@@ -39,31 +39,23 @@ def fused(
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss under ``reduction`` ("mean" or "sum"), and loss and lse per row (N,) that carry no gradient."""
-    loss, row_loss, lse = _Fused.apply(
-        input,
-        linear_weight,
-        linear_bias,
-        target,
-        objective,
-        reduction,
-        plan,
-        anchor_of(input, linear_weight, linear_bias),
-    )
+    head = (input, linear_weight, linear_bias)
+    loss, row_loss, lse = _Fused.apply(*head, target, objective, reduction, plan, anchors_of(*head))
     return loss, row_loss, lse
 
 
 # 1. The autograd shell: all the work is in forward.
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, objective, reduction, plan, anchor):  # type: ignore[no-untyped-def]
+    def forward(ctx, input, linear_weight, linear_bias, target, objective, reduction, plan, anchors):  # type: ignore[no-untyped-def]
         rows = consume_chunks(input, linear_weight, linear_bias, target, objective, plan, ctx.needs_input_grad[:3])
         n_valid = (target != objective.ignore_index).sum()
         loss = rows.loss.sum()
         if reduction == "mean":
             loss = loss / n_valid  # NaN if every target is ignored, as PyTorch has it
         divisor = n_valid.clamp(min=1) if reduction == "mean" else None
-        ctx.save_for_backward(anchor, rows.dx, rows.dw, rows.db, divisor)
-        ctx.kernel = plan.kernel
+        ctx.save_for_backward(rows.dx, rows.dw, rows.db, divisor)
+        ctx.kernel, ctx.anchors = plan.kernel, anchors
         ctx.dtypes = [t.dtype if t is not None else None for t in (input, linear_weight, linear_bias)]
         ctx.mark_non_differentiable(rows.loss, rows.lse)
         ctx.set_materialize_grads(False)
@@ -75,7 +67,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):  # type: ignore[no-untyped-def]
         if grad_loss is None:
             return (None,) * 8
-        _, dx, dw, db, divisor = ctx.saved_tensors
+        dx, dw, db, divisor = ctx.saved_tensors
         factor = grad_loss if divisor is None else grad_loss / divisor
         grads = [scaled(g, factor, dtype, ctx.kernel) for g, dtype in zip((dx, dw, db), ctx.dtypes, strict=True)]
         return *grads, None, None, None, None, None

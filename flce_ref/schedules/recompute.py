@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..objective import Objective
-from .first_order import anchor_of, first_order_only
+from .first_order import anchors_of, first_order_only
 from .fused import consume_chunks, scaled
 from .plan import Plan
 
@@ -27,25 +27,16 @@ def attach_gradient(
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:
     """``loss`` and ``lse`` (N,), computed before without a gradient, as differentiable functions of the inputs."""
-    loss, lse = _Recompute.apply(
-        input,
-        linear_weight,
-        linear_bias,
-        target,
-        loss,
-        lse,
-        objective,
-        plan,
-        anchor_of(input, linear_weight, linear_bias),
-    )
+    head = (input, linear_weight, linear_bias)
+    loss, lse = _Recompute.apply(*head, target, loss, lse, objective, plan, anchors_of(*head))
     return loss, lse
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, loss, lse, objective, plan, anchor):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(anchor, input, linear_weight, linear_bias, target)
-        ctx.objective, ctx.plan = objective, plan
+    def forward(ctx, input, linear_weight, linear_bias, target, loss, lse, objective, plan, anchors):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(input, linear_weight, linear_bias, target)
+        ctx.objective, ctx.plan, ctx.anchors = objective, plan, anchors
         ctx.set_materialize_grads(False)
         return loss.clone(), lse.clone()
 
@@ -54,11 +45,14 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, grad_loss, grad_lse):  # type: ignore[no-untyped-def]
         if grad_loss is None and grad_lse is None:
             return (None,) * 9
-        _, input, linear_weight, linear_bias, target = ctx.saved_tensors
+        input, linear_weight, linear_bias, target = ctx.saved_tensors
+        # What comes to an ignored row counts for nothing, even if it is not finite (the square root of its loss, say).
+        ignored = target == ctx.objective.ignore_index
+        upstream = [None if g is None else g.masked_fill(ignored, 0.0) for g in (grad_loss, grad_lse)]
         # Upstream gradients of 1/N would underflow in float16 dlogits: their scale is taken out here, put back below.
-        scale = _largest(grad_loss, grad_lse)
-        grad_loss = torch.zeros_like(grad_lse) if grad_loss is None else grad_loss / scale
-        grad_lse = None if grad_lse is None else grad_lse / scale
+        scale = _largest(*upstream)
+        grad_loss, grad_lse = (None if g is None else g / scale for g in upstream)
+        grad_loss = target.new_zeros(target.shape, dtype=scale.dtype) if grad_loss is None else grad_loss
         rows = consume_chunks(
             input, linear_weight, linear_bias, target, ctx.objective, ctx.plan, ctx.needs_input_grad[:3],
             grad_loss, grad_lse,
@@ -71,7 +65,8 @@ class _Recompute(torch.autograd.Function):
 
 
 def _largest(*upstream: Tensor | None) -> Tensor:
-    """The largest magnitude among upstream gradients, 0-d; 1 where all are zero or there is none."""
+    """The largest finite magnitude among upstream gradients, 0-d; 1 where all are zero or there is none."""
     flat = torch.cat([g.abs().flatten() for g in upstream if g is not None])
+    flat = flat.masked_fill(~flat.isfinite(), 0.0)
     largest = flat.amax() if flat.numel() else flat.new_zeros(())
     return torch.where(largest == 0, 1.0, largest)
