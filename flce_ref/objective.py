@@ -78,13 +78,20 @@ def merge(a: RowStats, b: RowStats, a_weight: Tensor | float, b_weight: Tensor |
     Associative and commutative: each sum is moved to the common maximum before it is added.
     """
     maximum = torch.maximum(a.max, b.max)
+    a, b = moved(a, maximum, a_weight), moved(b, maximum, b_weight)
+    smooth_sum = None if a.smooth_sum is None or b.smooth_sum is None else a.smooth_sum + b.smooth_sum
+    return RowStats(maximum, a.sumexp + b.sumexp, a.target_logit + b.target_logit, smooth_sum)
+
+
+def moved(stats: RowStats, maximum: Tensor, weight: Tensor | float) -> RowStats:
+    """The statistics of a tile about ``maximum``, (C,) ≥ its own; ``weight`` is Σ_k w_k over the tile's columns."""
     shift = finite_shift(maximum)
-    a_move, b_move = finite_shift(a.max) - shift, finite_shift(b.max) - shift
-    sumexp = a.sumexp * torch.exp(a_move) + b.sumexp * torch.exp(b_move)
-    smooth_sum = None
-    if a.smooth_sum is not None and b.smooth_sum is not None:
-        smooth_sum = a.smooth_sum + a_weight * a_move + b.smooth_sum + b_weight * b_move
-    return RowStats(maximum, sumexp, a.target_logit + b.target_logit, smooth_sum)
+    # exp of −∞, not of a finite stand-in, for a tile of masked words: whatever the maximum, it then adds 0 and not 0 · ∞.
+    sumexp = stats.sumexp * torch.exp(stats.max - shift)
+    smooth_sum = stats.smooth_sum
+    if smooth_sum is not None:
+        smooth_sum = smooth_sum + weight * (finite_shift(stats.max) - shift)
+    return RowStats(maximum, sumexp, stats.target_logit, smooth_sum)
 
 
 def _row_masks(target: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:

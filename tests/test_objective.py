@@ -94,6 +94,16 @@ def test_smoothed_sums_move_with_the_maximum() -> None:
     torch.testing.assert_close(merged, row_stats(logits, y, 0, objective))
 
 
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_a_tile_of_masked_words_adds_nothing_wherever_the_others_lie(offset: float) -> None:
+    logits, y = torch.randn(4, 10, dtype=torch.float64) + offset, torch.tensor([4, 5, 7, 9])
+    logits[:, :4] = float("-inf")
+    objective = Objective(10)
+    tiles = [row_stats(logits[:, a:b], y, a, objective) for a, b in ((0, 4), (4, 10))]
+    for a, b in (tiles, reversed(tiles)):
+        torch.testing.assert_close(merge(a, b, 0.0, 0.0), row_stats(logits, y, 0, objective))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_target_ignored_is_nan_with_zero_gradients(schedule: str) -> None:
     x, w, y = problem(ignored=tuple(range(13)))
