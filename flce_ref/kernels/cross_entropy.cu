@@ -6,209 +6,23 @@
 // see each other's shared memory: each block keeps its share of the row on chip, and the row crosses the memory bus
 // once in and once out. Where the row does not fit (HOLD_ROW = 0) it is read a second time, with luck from L2.
 //
-//   1. numbers      bfloat16, float16 and float32, 16 bytes at a time
-//   2. statistics   (max, Σ exp(z − max)) of a part of a row, and how two parts are merged
-//   3. the group    merging over the threads of a warp, a block and a cluster
-//   4. a row        who owns which columns, whatever the alignment
-//   5. the kernel   first pass: statistics; loss; second pass: gradient
-//   6. the scaling  a second, small kernel: a gradient times a factor that is known only in backward
+//   1. a row        who owns which columns, whatever the alignment
+//   2. the kernel   first pass: statistics; loss; second pass: gradient
+//   3. the scaling  a second, small kernel: a gradient times a factor that is known only in backward
 //
-// Compiled at run time by NVRTC, which has no header files to include; cuda.py defines, for each configuration:
-//   BFLOAT16 | FLOAT16 | FLOAT32    the dtype of the logits
+// cuda.py defines, for each configuration, beside what device.cuh needs:
 //   CLUSTER, THREADS, MIN_BLOCKS    blocks per row, threads per block, blocks that must fit a multiprocessor at once
 //   HOLD_ROW                        1: the row is kept in shared memory between the passes
 //   BULK_COPY                       1: ... and is brought there by Hopper's copy engine
-//   SMOOTHING, SOFTCAP, WRITE_GRAD  parts of the objective that cost time for every logit, 0 or 1
+//   WRITE_GRAD                      0: the logits are left alone
 //   SOURCE                          what the scaling reads: Scalar, or float
 
-// ---------------------------------------------------------------------------------------------------- 1. numbers
+#include "device.cuh"
 
-#if defined(FLOAT32)
-typedef float Scalar;
-#else
-typedef unsigned short Scalar;  // bfloat16 or float16, by its bits
-#endif
-
-constexpr int WIDTH = 16 / sizeof(Scalar);  // logits in the widest access a thread can make: 16 bytes
 constexpr int WARPS = THREADS / 32;
-constexpr int PIECES = 8;
-constexpr float LOWEST = -3.402823466e38f;
-constexpr float LOG2_E = 1.442695041f;
+constexpr int PIECES = 8;  // that the copy engine brings a row in
 
-#if defined(FLOAT32)
-
-__device__ float to_float(Scalar x) { return x; }
-__device__ Scalar to_scalar(float x) { return x; }
-
-__device__ void unpack(uint4 v, float (&x)[WIDTH]) {
-    x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y), x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
-}
-
-__device__ uint4 pack(const float (&x)[WIDTH]) {
-    return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
-}
-
-__device__ float exponential(float x) { return expf(x); }
-
-#else
-
-#if defined(BFLOAT16)
-
-__device__ float to_float(Scalar x) { return __uint_as_float(unsigned(x) << 16); }
-
-__device__ unsigned pack_pair(float low, float high) {
-#if __CUDA_ARCH__ >= 800
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else  // Turing has no bfloat16 arithmetic: round to nearest, ties to even, on the bits
-    auto round = [](float x) {
-        const unsigned bits = __float_as_uint(x);
-        return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    };
-    return round(low) | round(high) << 16;
-#endif
-}
-
-#else  // FLOAT16
-
-__device__ float to_float(Scalar x) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
-    return f;
-}
-
-__device__ unsigned pack_pair(float low, float high) {
-    Scalar l, h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(l) : "f"(low));
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(high));
-    return l | unsigned(h) << 16;
-}
-
-#endif
-
-__device__ Scalar to_scalar(float x) { return Scalar(pack_pair(x, 0)); }
-
-__device__ void unpack(uint4 v, float (&x)[WIDTH]) {
-    const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[2 * i] = to_float(pairs[i] & 0xffff), x[2 * i + 1] = to_float(pairs[i] >> 16);
-}
-
-__device__ uint4 pack(const float (&x)[WIDTH]) {
-    return {pack_pair(x[0], x[1]), pack_pair(x[2], x[3]), pack_pair(x[4], x[5]), pack_pair(x[6], x[7])};
-}
-
-// One instruction of the special-function unit, right to 2 ulp of float32: far below the half ulp of a 16-bit gradient.
-__device__ float exponential(float x) {
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * LOG2_E));
-    return e;
-}
-
-#endif
-
-__device__ bool is_finite(float x) { return fabsf(x) <= -LOWEST; }
-
-// (1 − e) / (1 + e) loses the digits of a small x to the subtraction; there the series is exact to 1e-9. tanhf would do,
-// but it branches, and every logit needs it twice.
-__device__ float hyperbolic_tangent(float x) {
-    const float e = exponential(-2 * fabsf(x)), square = x * x;
-    const float large = copysignf(__fdividef(1 - e, 1 + e), x);
-    return fabsf(x) < 0.05f ? x - x * square * (1.0f / 3 - square * (2.0f / 15)) : large;
-}
-
-__device__ float capped(float x, float softcap) {
-#if SOFTCAP
-    return softcap * hyperbolic_tangent(x / softcap);
-#else
-    return x;
-#endif
-}
-
-// ------------------------------------------------------------------------------------------------- 2. statistics
-
-// Of the logits seen so far. `max` starts at the lowest finite float, not at −∞: then exp(−∞ − max) is 0, not NaN, for a
-// masked word, and Σ exp is 0 exactly if every word was masked. `smooth` is Σ w (z − reference): see `first_pass`.
-struct Stats {
-    float max, sumexp, smooth;
-};
-
-__device__ void merge(Stats& a, const Stats& b) {
-    const float max = fmaxf(a.max, b.max);
-    a.sumexp = a.sumexp * exponential(a.max - max) + b.sumexp * exponential(b.max - max);
-    a.smooth += b.smooth;
-    a.max = max;
-}
-
-// The online softmax: whenever the maximum rises, what was summed before is moved to the new one.
-template <int N>
-__device__ void add(Stats& s, const float (&z)[N]) {
-    float max = s.max;
-#pragma unroll
-    for (int i = 0; i < N; ++i) max = fmaxf(max, z[i]);
-    if (max > s.max) {
-        s.sumexp *= exponential(s.max - max);
-        s.max = max;
-    }
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum += exponential(z[i] - max);
-    s.sumexp += sum;
-}
-
-// -------------------------------------------------------------------------------------------------- 3. the group
-
-// A block may write into another's shared memory only once that one runs: say so early, wait as late as possible.
-__device__ void cluster_arrive() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-__device__ void cluster_wait() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-__device__ Stats merged_over_warp(Stats s) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        merge(s, {__shfl_xor_sync(~0u, s.max, lanes), __shfl_xor_sync(~0u, s.sumexp, lanes),
-                  SMOOTHING ? __shfl_xor_sync(~0u, s.smooth, lanes) : 0.0f});
-    }
-    return s;
-}
-
-// The statistics of the whole row, to every thread of the group. Each warp leaves its part in the shared memory of every
-// block of the cluster, lane b writing to block b; after one barrier each warp merges all parts for itself.
-__device__ Stats merged_over_group(Stats s, int block) {
-    __shared__ Stats parts[CLUSTER * WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    s = merged_over_warp(s);
-#if CLUSTER > 1
-    cluster_wait();
-    if (lane < CLUSTER) {
-        unsigned here = unsigned(__cvta_generic_to_shared(&parts[block * WARPS + warp])), there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(lane));
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(s.max) : "memory");
-        asm volatile("st.shared::cluster.f32 [%0+4], %1;" ::"r"(there), "f"(s.sumexp) : "memory");
-        asm volatile("st.shared::cluster.f32 [%0+8], %1;" ::"r"(there), "f"(s.smooth) : "memory");
-    }
-    __syncwarp();  // the barrier is .aligned: all lanes must come to it together
-    cluster_arrive();
-    cluster_wait();
-#else
-    if (lane == 0) parts[warp] = s;
-    __syncthreads();
-#endif
-    s = {LOWEST, 0, 0};
-    for (int i = lane; i < CLUSTER * WARPS; i += 32) merge(s, parts[i]);
-    return merged_over_warp(s);
-}
-
-// ------------------------------------------------------------------------------------------------------ 4. a row
+// ------------------------------------------------------------------------------------------------------------ 1. a row
 
 // Rows start anywhere (V may be odd), but a 16-byte access must be aligned. So a row is a few single logits, the *edges*
 // at its two ends, and between them vectors of WIDTH logits. Block 0 takes the edges, one per thread; the vectors are
@@ -246,43 +60,23 @@ struct Row {
 extern __shared__ uint4 held[];
 
 #if BULK_COPY
-// Hopper's copy engine brings the block's share in PIECES, all asked for at once by one thread; a barrier in shared
-// memory counts the bytes of each piece as they land, so the first can be read while the last is on its way.
+// All pieces are asked for at once by one thread, so that the first can be read while the last is on its way.
 __shared__ unsigned long long landed[PIECES];
 
-__device__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-__device__ void start_copy(const Row& row) {
+__device__ void start_copies(const Row& row) {
     if (threadIdx.x == 0) {
-        for (int p = 0; p < PIECES; ++p)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&landed[p])) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int p = 0; p < PIECES; ++p) make_barrier(&landed[p]);
+        publish_barriers();
         for (int p = 0; p < PIECES; ++p) {
             const int begin = row.piece(p), bytes = (row.piece(p + 1) - begin) * 16;
-            const unsigned barrier = shared_address(&landed[p]);
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-            if (bytes == 0) continue;
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                             shared_address(held + begin - row.begin)),
-                         "l"(__cvta_generic_to_global(row.vectors + begin)), "r"(bytes), "r"(barrier)
-                         : "memory");
+            start_copy(held + begin - row.begin, row.vectors + begin, bytes, &landed[p]);
         }
     }
     __syncthreads();
 }
-
-__device__ void await_piece(int p) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(shared_address(&landed[p]))
-        : "memory");
-}
 #endif
 
-// -------------------------------------------------------------------------------------------------- 5. the kernel
+// ------------------------------------------------------------------------------------------------------- 2. the kernel
 
 struct Objective {
     const float* class_weight;  // (V,) or null for weights of one
@@ -326,20 +120,6 @@ struct Gradient {
     }
 };
 
-// Calls use(i, vector) for each vector of this block. Loads run ahead of their use, to cover the latency of memory.
-template <int AHEAD, typename Use>
-__device__ void for_each_vector(const uint4* vectors, int begin, int end, Use use) {
-    for (int i = begin + threadIdx.x; i < end; i += AHEAD * THREADS) {
-        uint4 v[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; ++u)
-            if (i + u * THREADS < end) v[u] = vectors[i + u * THREADS];
-#pragma unroll
-        for (int u = 0; u < AHEAD; ++u)
-            if (i + u * THREADS < end) use(i + u * THREADS, v[u]);
-    }
-}
-
 __device__ Stats first_pass(const Row& row, const Objective& objective, float (&edge)[1]) {
     Stats s = {LOWEST, 0, 0};
     auto add_vector = [&](int i, uint4 v) {
@@ -349,13 +129,13 @@ __device__ Stats first_pass(const Row& row, const Objective& objective, float (&
         objective.add_to(s, x, row.first_column + i * WIDTH);
     };
 #if BULK_COPY
-    start_copy(row);
+    start_copies(row);
     for (int p = 0; p < PIECES; ++p) {
-        await_piece(p);
-        for_each_vector<1>(held - row.begin, row.piece(p), row.piece(p + 1), add_vector);
+        await_copy(&landed[p], 0);
+        for_each_vector<1, THREADS>(held - row.begin, row.piece(p), row.piece(p + 1), add_vector);
     }
 #else
-    for_each_vector<4>(row.vectors, row.begin, row.end, add_vector);
+    for_each_vector<4, THREADS>(row.vectors, row.begin, row.end, add_vector);
 #endif
     if (row.edge >= 0) {
         float x[1] = {edge[0] = to_float(row.z[row.edge])};
@@ -366,7 +146,8 @@ __device__ Stats first_pass(const Row& row, const Objective& objective, float (&
 
 // Without HOLD_ROW every thread comes back to the columns that it read before, so none is overwritten unread.
 __device__ void second_pass(const Row& row, const Objective& objective, const Gradient& gradient, float (&edge)[1]) {
-    for_each_vector<HOLD_ROW ? 2 : 4>(HOLD_ROW ? held - row.begin : row.vectors, row.begin, row.end, [&](int i, uint4 v) {
+    const uint4* from = HOLD_ROW ? held - row.begin : row.vectors;
+    for_each_vector<HOLD_ROW ? 2 : 4, THREADS>(from, row.begin, row.end, [&](int i, uint4 v) {
         float x[WIDTH];
         unpack(v, x);
         gradient.replace(x, row.first_column + i * WIDTH, objective);
@@ -407,13 +188,13 @@ __launch_bounds__(THREADS, MIN_BLOCKS) cross_entropy(
         if (WRITE_GRAD) row.fill(value);
         return;
     }
-    cluster_arrive();
+    cluster_arrive<CLUSTER>();
 
     // Before the barriers of the merge: afterwards these logits may already be gradients.
     const float z_y = capped(to_float(row.z[y]), softcap), z_0 = capped(to_float(row.z[0]), softcap);
     const Objective objective = {class_weight, softcap, is_finite(z_0) ? z_0 : 0.0f};
     float edge[1];
-    const Stats s = merged_over_group(first_pass(row, objective, edge), block);
+    const Stats s = merged_over_group<CLUSTER, WARPS>(first_pass(row, objective, edge), block);
 
     const float shift = s.sumexp == 0 ? 0.0f : s.max;
     const float log_sumexp = logf(s.sumexp), row_lse = shift + log_sumexp;
@@ -436,7 +217,7 @@ __launch_bounds__(THREADS, MIN_BLOCKS) cross_entropy(
     second_pass(row, objective, {shift, on_probability / s.sumexp, on_target * up, smooth * up, int(y)}, edge);
 }
 
-// ------------------------------------------------------------------------------------------------- 6. the scaling
+// ------------------------------------------------------------------------------------------------------ 3. the scaling
 
 // What is left for backward: out = in · factor, where the factor, a number on the device, is known only then. PyTorch's
 // own product with such a number takes three to four times as long. SOURCE is float where a sum is also rounded to Scalar.

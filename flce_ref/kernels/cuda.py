@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..objective import Objective
 
+FOLDER = Path(__file__).parent
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 
 # Enough threads of a multiprocessor to keep its memory busy; more would leave each fewer than 40 registers.
@@ -157,8 +158,8 @@ def compile_cubin(
     arch: str, dtype: torch.dtype, layout: Layout, smoothing: bool, softcap: bool, write_grad: bool
 ) -> Any:
     """Machine code for ``arch`` ("sm_90"), as a ``cuda.core.ObjectCode``; needs NVRTC but no GPU."""
-    return _compile(
-        arch, dtype, CLUSTER=layout.cluster, THREADS=layout.threads, MIN_BLOCKS=layout.min_blocks,
+    return compile_file(
+        "cross_entropy.cu", arch, dtype, CLUSTER=layout.cluster, THREADS=layout.threads, MIN_BLOCKS=layout.min_blocks,
         HOLD_ROW=layout.hold_row, BULK_COPY=layout.bulk_copy, SMOOTHING=smoothing, SOFTCAP=softcap,
         WRITE_GRAD=write_grad,
     )  # fmt: skip
@@ -167,23 +168,24 @@ def compile_cubin(
 def compile_scale(arch: str, source: torch.dtype, dtype: torch.dtype) -> Any:
     """Machine code of the scaling from ``source`` to ``dtype``, as :func:`compile_cubin`."""
     name = "float" if source == torch.float32 else "Scalar"
-    return _compile(
-        arch, dtype, SOURCE=name, CLUSTER=1, THREADS=256, MIN_BLOCKS=1, HOLD_ROW=0, BULK_COPY=0, SMOOTHING=0, SOFTCAP=0,
-        WRITE_GRAD=0,
+    return compile_file(
+        "cross_entropy.cu", arch, dtype, SOURCE=name, CLUSTER=1, THREADS=256, MIN_BLOCKS=1, HOLD_ROW=0, BULK_COPY=0,
+        SMOOTHING=0, SOFTCAP=0, WRITE_GRAD=0,
     )  # fmt: skip
 
 
-def _compile(arch: str, dtype: torch.dtype, **macros: int | str) -> Any:
+def compile_file(file: str, arch: str, dtype: torch.dtype, **macros: int | str) -> Any:
+    """``file`` of this folder, which may include others of it, compiled for logits of ``dtype`` with ``macros``."""
     core = _cuda()
     defined = [(DTYPES[dtype], "1"), *((name, str(value if isinstance(value, str) else int(value)))
                                        for name, value in macros.items())]  # fmt: skip
-    options = core.ProgramOptions(arch=arch, std="c++17", define_macro=defined)
-    return core.Program(_source(), "c++", options=options).compile("cubin")
+    options = core.ProgramOptions(arch=arch, std="c++17", define_macro=defined, include_path=str(FOLDER))
+    return core.Program(_source(file), "c++", options=options).compile("cubin")
 
 
 @functools.cache
-def _source() -> str:
-    return Path(__file__).with_name("cross_entropy.cu").read_text(encoding="utf-8")
+def _source(file: str) -> str:
+    return (FOLDER / file).read_text(encoding="utf-8")
 
 
 @functools.cache
