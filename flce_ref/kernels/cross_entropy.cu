@@ -85,31 +85,50 @@ struct Objective {
 
     __device__ float weight(int column) const { return class_weight ? class_weight[column] : 1.0f; }
 
+    // Of N neighbours, 16 bytes at a time where they are aligned: in whole vectors always or never in a row.
+    template <int N>
+    __device__ void weights(float (&w)[N], int column) const {
+        if (N % 4 == 0 && class_weight && (unsigned long long)(class_weight + column) % 16 == 0) {
+#pragma unroll
+            for (int k = 0; k < N / 4; ++k) {
+                const float4 v = ((const float4*)(class_weight + column))[k];
+                w[4 * k] = v.x, w[4 * k + 1] = v.y, w[4 * k + 2] = v.z, w[4 * k + 3] = v.w;
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < N; ++k) w[k] = weight(column + k);
+        }
+    }
+
     template <int N>
     __device__ void add_to(Stats& s, float (&x)[N], int column) const {
+        float w[N];
+        if (SMOOTHING) weights(w, column);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             x[k] = capped(x[k], softcap);
-            if (SMOOTHING) s.smooth += weight(column + k) * (x[k] - reference);
+            if (SMOOTHING) s.smooth += w[k] * (x[k] - reference);
         }
         add(s, x);
     }
 };
 
-// dz_j = scale · exp(z_j − shift) − target · 1[j = y] − smooth · w_j: the three numbers of `grad_coefficients`.
+// dz_j = scale · exp(z_j − shift) − target · 1[j = y] − smooth · w_j: the three numbers of `grad_coefficients`. Under a
+// soft cap z = softcap · t, and the raw logit has 1 − t² of that gradient.
 struct Gradient {
     float shift, scale, target, smooth;
     int y;
 
     template <int N>
     __device__ void replace(float (&x)[N], int column, const Objective& objective) const {
-        float slope[N];
+        float slope[N], w[N];
+        if (SMOOTHING) objective.weights(w, column);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-            const float z = capped(x[k], objective.softcap), t = SOFTCAP ? z / objective.softcap : 0.0f;
+            const float t = SOFTCAP ? squashed(x[k], objective.softcap) : 0.0f;
             slope[k] = 1 - t * t;
-            x[k] = scale * exponential(z - shift);
-            if (SMOOTHING) x[k] -= smooth * objective.weight(column + k);
+            x[k] = scale * exponential((SOFTCAP ? objective.softcap * t : x[k]) - shift);
+            if (SMOOTHING) x[k] -= smooth * w[k];
         }
         if (unsigned(y - column) < N) {  // in float32: after rounding p to bfloat16, p − 1 is 0 for every p above 0.998
 #pragma unroll
