@@ -25,9 +25,17 @@ HONOURS: dict[str, frozenset[str]] = {
 
 
 def check_tensors(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    is_shard: bool = False,
 ) -> None:
-    """Types, shapes, dtypes and devices of the tensors, read but for the values of ``target``."""
+    """Types, shapes, dtypes and devices of the tensors, read but for the values of ``target``.
+
+    Of a shard, ``linear_weight`` holds some rows of the head's weight, or none.
+    """
     named = {"input": input, "linear_weight": linear_weight, "target": target}
     named |= {k: v for k, v in (("linear_bias", linear_bias), ("weight", weight)) if v is not None}
     for name, tensor in named.items():
@@ -38,12 +46,12 @@ def check_tensors(
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {kind}")
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
-                f"{name} is a DTensor; plain tensors are accepted. Pass {name}.full_tensor(), or the local shards of "
-                "input and target with reduction='sum' and a division by the global number of tokens"
+                f"{name} is a DTensor; plain tensors are accepted. flce_ref.distributed has functions for a sharded "
+                f"vocabulary and for sharded tokens; {name}.full_tensor() gathers it"
             )
         if tensor.device != input.device:
             raise ValueError(f"{name} is on {tensor.device} but input is on {input.device}; all must share one device")
-    _check_head(input, linear_weight, linear_bias)
+    _check_head(input, linear_weight, linear_bias, is_shard)
     if target.is_floating_point() or target.is_complex():
         raise TypeError(f"target must hold class indices ({_names(TARGET_DTYPES)}), got {target.dtype}: "
                         "class probabilities are not supported")  # fmt: skip
@@ -54,22 +62,24 @@ def check_tensors(
             f"target must have the shape of input without its last dimension, {tuple(input.shape[:-1])}, "
             f"got {tuple(target.shape)}"
         )
-    vocab_size = linear_weight.shape[0]
     if weight is not None:
-        if weight.shape != (vocab_size,):
-            raise ValueError(
-                f"weight must be ({vocab_size},), one per word of linear_weight, got {tuple(weight.shape)}"
-            )
         if weight.dtype not in FLOAT_DTYPES:
             raise TypeError(f"weight must have one of the dtypes {_names(FLOAT_DTYPES)}, got {weight.dtype}")
         if weight.requires_grad:
             raise ValueError("weight requires grad, but class weights are constants of the loss; pass weight.detach()")
 
 
-def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
+def check_class_weight(weight: Tensor | None, vocab_size: int) -> None:
+    """One class weight for each of all words."""
+    if weight is not None and weight.shape != (vocab_size,):
+        raise ValueError(f"weight must be ({vocab_size},), one per word of linear_weight, got {tuple(weight.shape)}")
+
+
+def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, is_shard: bool) -> None:
     if input.ndim < 1:
         raise ValueError("input must be (…, D) with at least one dimension, got a 0-d tensor")
-    if linear_weight.ndim != 2 or linear_weight.shape[0] == 0 or linear_weight.shape[1] != input.shape[-1]:
+    no_words = linear_weight.ndim == 2 and linear_weight.shape[0] == 0 and not is_shard
+    if linear_weight.ndim != 2 or no_words or linear_weight.shape[1] != input.shape[-1]:
         sharded = linear_weight.ndim != 2 or linear_weight.numel() == 0
         hint = "; a weight sharded by FSDP or ZeRO-3 must be gathered before the loss sees it" if sharded else ""
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import check_flags
 from .call import Call, prepare
-from .functional import linear_cross_entropy
+from .functional import bind
 from .schedules.peak import Head, fused_peak, plain_peak
 
 
@@ -51,22 +49,18 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     >>> print(f"{explain(x, w, y).step_peak_bytes / 2**30:.3f} GiB")
     1.766 GiB
     """
-    bound = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
-    bound.apply_defaults()
-    arguments = dict(bound.arguments)
-    skip_ignored, return_lse = arguments.pop("skip_ignored"), arguments.pop("return_lse")
-    check_flags(skip_ignored=skip_ignored, return_lse=return_lse)
-    call = prepare(**arguments)
-    head = _head(call, input, linear_weight, return_lse)
+    arguments = bind(input, linear_weight, target, **options)
+    call = prepare(arguments)
+    head = _head(call, input, linear_weight, arguments.return_lse)
     why = []
     if call.schedule == "naive":
         why.append("all (N, V) logits at once, as PyTorch computes them: kept to be compared with")
-    elif arguments["chunk_size"] is None:
+    elif arguments.chunk_size is None:
         why.append("the default chunk: about D tokens, at least 1024, all chunks about equal")
     if call.schedule == "fused":
-        why.append(kernels.why(arguments["kernel"], input.device, call.compute_dtype))
-        why += _why_fused(call, head, arguments["reduction"], return_lse)
-    if skip_ignored:
+        why.append(kernels.why(arguments.kernel, input.device, call.compute_dtype))
+        why += _why_fused(call, head, arguments.reduction, arguments.return_lse)
+    if arguments.skip_ignored:
         why.append(
             "ignored tokens are dropped first; all are counted here, for their number is known to the device only"
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import check_flags
-from .call import Call, prepare
+from .call import Arguments, Call, prepare
 from .schedules.checkpointed import checkpointed
 from .schedules.chunked import chunked
 from .schedules.fused import consume_chunks, fused
@@ -80,29 +81,40 @@ def linear_cross_entropy(
 
     Only gradients that are needed are computed. A second derivative raises a RuntimeError.
     """
-    call = prepare(
+    arguments = Arguments(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
-        schedule, chunk_size, accum_dtype, kernel, options,
+        schedule, chunk_size, accum_dtype, kernel, skip_ignored, return_lse, options,
     )  # fmt: skip
-    check_flags(skip_ignored=skip_ignored, return_lse=return_lse)
+    return run(prepare(arguments), arguments)
+
+
+def run(call: Call, a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
+    """What a call of the front door returns, once it is checked."""
     x, y = call.input, call.target
-    kept = _valid_rows(y, call.objective.ignore_index) if skip_ignored else None
+    kept = _valid_rows(y, call.objective.ignore_index) if a.skip_ignored else None
     if kept is not None:
         x, y = x.index_select(0, kept), y.index_select(0, kept)
-        if chunk_size is None:  # about equal chunks of the tokens that are left
-            chunk = default_chunk_size(y.shape[0], linear_weight.shape[1])
+        if a.chunk_size is None:  # about equal chunks of the tokens that are left
+            chunk = default_chunk_size(y.shape[0], a.linear_weight.shape[1])
             call = replace(call, plan=replace(call.plan, chunk_size=chunk))
-    loss, lse = _run(call, x, linear_weight, linear_bias, y, reduction, return_lse)
+    loss, lse = _follow_schedule(call, x, a.linear_weight, a.linear_bias, y, a.reduction, a.return_lse)
     loss = loss.to(call.loss_dtype)
-    if reduction == "none":
-        loss = _to_rows(loss, kept, call.target).reshape(target.shape)
-    if not return_lse:
+    if a.reduction == "none":
+        loss = _to_rows(loss, kept, call.target).reshape(a.target.shape)
+    if not a.return_lse:
         return loss
     assert lse is not None
-    return loss, _to_rows(lse.to(call.loss_dtype), kept, call.target).reshape(target.shape)
+    return loss, _to_rows(lse.to(call.loss_dtype), kept, call.target).reshape(a.target.shape)
 
 
-def _run(
+def bind(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Arguments:
+    """The arguments of :func:`linear_cross_entropy` for the same call; TypeError for an unknown option."""
+    bound = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
+    bound.apply_defaults()
+    return Arguments(**bound.arguments)
+
+
+def _follow_schedule(
     call: Call,
     x: Tensor,
     linear_weight: Tensor,

@@ -86,7 +86,7 @@ def merge(a: RowStats, b: RowStats, a_weight: Tensor | float, b_weight: Tensor |
 def moved(stats: RowStats, maximum: Tensor, weight: Tensor | float) -> RowStats:
     """The statistics of a tile about ``maximum``, (C,) ≥ its own; ``weight`` is Σ_k w_k over the tile's columns."""
     shift = finite_shift(maximum)
-    # exp of −∞, not of a finite stand-in, for a tile of masked words: whatever the maximum, it then adds 0 and not 0 · ∞.
+    # exp of −∞ itself for a tile of masked words: it then adds 0 whatever the maximum, and not 0 · ∞.
     sumexp = stats.sumexp * torch.exp(stats.max - shift)
     smooth_sum = stats.smooth_sum
     if smooth_sum is not None:

@@ -85,6 +85,10 @@ def consume_chunks(
     grad_lse: Tensor | None = None,
 ) -> Consumed:
     """Loss, lse and unscaled gradients of all rows, with one (C, V) buffer alive at a time."""
+    if plan.shard is not None:  # the same stream, run by several ranks that share out the words
+        return plan.shard.consume_chunks(
+            input, linear_weight, linear_bias, target, objective, plan, needs, grad_loss, grad_lse
+        )
     (n, d), v = input.shape, linear_weight.shape[0]
     weight = linear_weight.to(input.dtype)
     bias = None if linear_bias is None else linear_bias.to(input.dtype)

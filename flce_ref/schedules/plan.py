@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .vocab_parallel import Shard
 
 # Below this many rows a product no longer fills a GPU, however small the hidden size is.
 _SMALLEST_CHUNK = 1024
@@ -18,12 +22,13 @@ class Plan:
     """What a chunked schedule needs to know beside its tensors.
 
     ``chunk_size`` is C, the rows of logits alive at once; ``accum_dtype`` that of the sum of ``dw``; ``kernel`` the row
-    kernel's name.
+    kernel's name; ``shard`` this rank's part of the vocabulary, None where it has all of it.
     """
 
     chunk_size: int
     accum_dtype: torch.dtype
     kernel: str
+    shard: Shard | None = None
 
 
 def default_chunk_size(n_tokens: int, hidden_size: int) -> int:
