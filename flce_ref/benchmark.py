@@ -1,8 +1,8 @@
 """How long a step takes and how much memory it needs: CUDA events and the caching allocator's peak.
 
 A step is any function without arguments. Steps to be compared are measured together, in turns, because a GPU's clock
-falls as it grows warm: what is measured second would look slower. For the same reason a turn begins with 0.15 s of the
-step itself, untimed.
+falls as it grows warm: what is measured second would look slower. For the same reason a turn begins with 0.2 s of the
+step itself, untimed, and the turn's time is the median of the runs that follow.
 
     >>> results = measure({"naive": naive_step, "fused": fused_step})   # doctest: +SKIP
     >>> print(results["fused"].median_ms, results["fused"].peak_bytes)  # doctest: +SKIP
@@ -27,14 +27,16 @@ import torch
 _PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas", "flce-ref")
 # Cycles, about a millisecond, for which the GPU is kept busy so that the step's launches are queued when it starts.
 _HEAD_START = 2_000_000
-# Before a step is timed it runs for so long that the clock is the one it sustains, not the one its predecessor left: on
-# a card at its power limit, a step that follows a lighter one is faster for a while.
-_SETTLE_SECONDS = 0.15
+# Before a step is timed it runs for so long, at least once, that the clock is the one it sustains, not the one its
+# predecessor left: on a card at its power limit, a step that follows a lighter one is faster for a while.
+_SETTLE_SECONDS = 0.2
+# Then it is timed for so long, at least once: single runs scatter by several per cent.
+_TURN_SECONDS = 0.15
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of one step in milliseconds, in the order measured, and its peak in bytes.
+    """Times of one step in milliseconds, one of each turn in the order measured, and its peak in bytes.
 
     ``peak_bytes`` is the highest number of bytes alive during the step above those alive before it; None on the CPU,
     where nobody counts. ``error`` is set, and the rest empty, if the step failed.
@@ -153,6 +155,7 @@ def _peak(step: Callable[[], object], device: torch.device) -> int | None:
 
 
 def _time(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one turn: of one run on the CPU, on a GPU the median of several after it has settled."""
     if device.type != "cuda":
         start = time.perf_counter()
         step()
@@ -162,13 +165,17 @@ def _time(step: Callable[[], object], device: torch.device) -> float:
         while time.perf_counter() < settled:
             step()
             torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-    return float(begin.elapsed_time(end))
+        times: list[float] = []
+        enough = time.perf_counter() + _TURN_SECONDS
+        while not times or time.perf_counter() < enough:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_HEAD_START)
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
 def _free(device: torch.device) -> None:
