@@ -4,11 +4,13 @@
 
 All in one process and in turns (``flce_ref.benchmark.measure``). The floor is the three matrix products alone, in
 pieces of 4096 rows. A step's peak is above input, weight and target. Peers that are not installed are listed as such;
-a step that fails is listed with its error, and the rest go on. ``loss``, ``dx`` and ``dw`` are errors against float32
+a step that fails is listed with its error, and the rest go on; where a failure left the GPU unusable for this process,
+a new one goes on without that step. ``loss``, ``dx`` and ``dw`` are errors against float32
 arithmetic on the same inputs: of the loss absolute, of the gradients relative (‖got − true‖ / ‖true‖).
 
 Default sizes: N = 8192 tokens, V = 151552, D = 2048, bfloat16. ``--tokens``, ``--vocab`` and ``--hidden`` change them,
-``--only`` and ``--skip`` take regular expressions of names, ``--ideas`` adds ``ideas.py``.
+``--only`` and ``--skip`` take regular expressions of names, ``--ideas`` adds ``ideas.py``. ``all_heads.py`` runs this
+for long sequences and for other models' heads.
 """
 
 from __future__ import annotations
@@ -16,36 +18,28 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
+import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from peers import Step, peer_steps, versions, with_grad  # noqa: E402
+
 from flce_ref import kernels, linear_cross_entropy  # noqa: E402
 from flce_ref.benchmark import measure, provenance  # noqa: E402
 
-# (input, weight, target) → (loss, dx, dw)
-Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 FLOOR = "floor: three products, pieces of 4096"
-
-
-def with_grad(loss_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
-    def step(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        loss = loss_of(x, w, y)
-        return loss.detach(), *torch.autograd.grad(loss, (x, w))
-
-    return step
 
 
 def products(x: Tensor, w: Tensor, y: Tensor, rows: int) -> tuple[Tensor, ...]:
@@ -62,14 +56,6 @@ def products(x: Tensor, w: Tensor, y: Tensor, rows: int) -> tuple[Tensor, ...]:
     return ()
 
 
-def plain(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, w), y)
-
-
-def plain_in_float32(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, w).float(), y)
-
-
 def library_steps(n: int) -> dict[str, Step]:
     """The library's schedules; fused at every chunk size, with dw summed in float32 and in bfloat16."""
     steps: dict[str, Step] = {"flce_ref default": with_grad(linear_cross_entropy)}
@@ -84,51 +70,6 @@ def library_steps(n: int) -> dict[str, Step]:
         options = {"schedule": schedule, "chunk_size": -(-n // 8)}
         steps[f"{schedule} in 8"] = with_grad(partial(linear_cross_entropy, **options))
     return steps
-
-
-def peer_steps(errors: dict[str, str]) -> dict[str, Step]:
-    """Plain PyTorch, and the libraries that are installed; why others are not goes into ``errors``."""
-    steps: dict[str, Step] = {"naive": with_grad(plain)}
-    steps["torch.compile of naive"] = with_grad(torch.compile(plain, dynamic=False))
-    steps["torch.compile of naive, float32 logits"] = with_grad(torch.compile(plain_in_float32, dynamic=False))
-    for add in (_torch_native, _liger, _cut_cross_entropy, _quack):
-        try:
-            steps |= add()
-        except Exception as error:
-            errors[add.__name__.strip("_")] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return steps
-
-
-def _torch_native() -> dict[str, Step]:
-    native = getattr(F, "linear_cross_entropy", None)
-    if native is None:
-        raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions()
-    return {"torch native, chunked": with_grad(partial(native, options=options))}
-
-
-def _liger() -> dict[str, Step]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    default, wide = LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
-    return {
-        "liger-kernel": with_grad(lambda x, w, y: default(w, x, y)),
-        "liger-kernel, fp32 dw": with_grad(lambda x, w, y: wide(w, x, y)),
-    }
-
-
-def _cut_cross_entropy() -> dict[str, Step]:
-    from cut_cross_entropy import linear_cross_entropy as cut
-
-    return {"cut-cross-entropy": with_grad(lambda x, w, y: cut(x, w, y))}
-
-
-def _quack() -> dict[str, Step]:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
-
-    return {
-        f"quack-kernels, chunk {chunk}": with_grad(partial(quack, chunk_size=chunk)) for chunk in (1024, 2048, 4096)
-    }
 
 
 def true_values(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,16 +112,7 @@ def free() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, size in (("tokens", 8192), ("vocab", 151552), ("hidden", 2048), ("rounds", 5)):
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--only", type=re.compile, help="regular expression of the steps to run, beside the floor")
-    parser.add_argument("--skip", type=re.compile, help="... of the steps not to run")
-    parser.add_argument("--ideas", action="store_true", help="also what ideas.py tries")
-    parser.add_argument("--no-truth", action="store_true", help="time and memory only")
-    parser.add_argument("--out", type=Path, help="JSON to write")
-    args = parser.parse_args()
+    args = arguments()
     if not torch.cuda.is_available():
         print("head.py needs a CUDA device", file=sys.stderr)
         return 1
@@ -193,32 +125,17 @@ def main() -> int:
     inputs = x, w, y
     print(*(f"kernel {name}: {state}" for name, state in kernels.available().items()), sep="\n", flush=True)
 
-    unavailable: dict[str, str] = {}
-    steps = {FLOOR: partial(products, rows=4096)}
-    steps |= {f"products in pieces of {r}": partial(products, rows=r) for r in (1024, 2048, 8192)}
-    steps |= library_steps(args.tokens) | peer_steps(unavailable)
-    if args.ideas:
-        try:
-            from ideas import ideas
-
-            steps |= ideas()
-        except Exception:
-            traceback.print_exc(limit=3)
-    steps |= half_ignored(steps, y)
-    steps = {name: step for name, step in steps.items() if name == FLOOR or wanted(name, args.only, args.skip)}
-
-    results = measure({name: partial(step, *inputs) for name, step in steps.items()}, rounds=args.rounds)
-    errors: dict[str, dict[str, float]] = {}
-    if not args.no_truth:
-        free()
-        true = true_values(*inputs)
-        for name, step in steps.items():
-            if results[name].error is None and not name.startswith("half ignored"):
-                try:
-                    errors[name] = errors_of(step, inputs, true)
-                except Exception:
-                    traceback.print_exc(limit=3)
-                free()
+    unavailable = dict(failure.split("=", 1) for failure in args.failed)
+    steps = {name: step for name, step in all_steps(args, y, unavailable).items() if name not in unavailable}
+    results = measure(
+        {name: partial(step, *inputs) for name, step in steps.items()}, rounds=args.rounds, warmups=args.warmups
+    )
+    culprit = next((name for name, result in results.items() if "CUDA" in (result.error or "")), None)
+    if culprit and not gpu_answers():
+        print(f"again without {culprit}: {results[culprit].error}", file=sys.stderr, flush=True)
+        again = [sys.executable, *sys.argv, "--failed", f"{culprit}={results[culprit].error}"]
+        os.execv(sys.executable, again)
+    errors = {} if args.no_truth else all_errors(steps, {name for name in steps if results[name].error is None}, inputs)
     table = []
     floor = results[FLOOR].median_ms
     for name, result in results.items():
@@ -228,7 +145,7 @@ def main() -> int:
     sizes = {"tokens": args.tokens, "vocab": args.vocab, "hidden": args.hidden, "dtype": args.dtype}
     about = {
         "what": "Forward and backward of one head in turns with its peers: median times, step peaks, errors",
-        "command": " ".join(["python", "benchmarks/head.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/head.py", *(shlex.quote(word) for word in sys.argv[1:])]),
         "peers": versions(),
     }
     document: dict[str, Any] = {"provenance": provenance() | about, **sizes, "unavailable": unavailable}
@@ -239,20 +156,60 @@ def main() -> int:
     return 0
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, size in (("tokens", 8192), ("vocab", 151552), ("hidden", 2048), ("rounds", 5), ("warmups", 2)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--only", type=re.compile, help="regular expression of the steps to run, beside the floor")
+    parser.add_argument("--skip", type=re.compile, help="... of the steps not to run")
+    parser.add_argument("--ideas", action="store_true", help="also what ideas.py tries")
+    parser.add_argument("--no-truth", action="store_true", help="time and memory only")
+    parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument(
+        "--failed", action="append", default=[], metavar="STEP=ERROR", help="a step not to run again, and why"
+    )
+    return parser.parse_args()
+
+
+def all_steps(args: argparse.Namespace, y: Tensor, unavailable: dict[str, str]) -> dict[str, Step]:
+    """Everything that was asked for, the floor first; peers that are missing go into ``unavailable``."""
+    steps = {FLOOR: partial(products, rows=4096)}
+    steps |= {f"products in pieces of {r}": partial(products, rows=r) for r in (1024, 2048, 8192)}
+    steps |= library_steps(args.tokens) | peer_steps(unavailable)
+    if args.ideas:
+        from ideas import ideas
+
+        steps |= ideas()
+    steps |= half_ignored(steps, y)
+    return {name: step for name, step in steps.items() if name == FLOOR or wanted(name, args.only, args.skip)}
+
+
+def gpu_answers() -> bool:
+    """False after an illegal access or the like: then nothing more can be done in this process."""
+    try:
+        return bool(torch.ones(1, device="cuda").item())
+    except Exception:
+        return False
+
+
+def all_errors(steps: dict[str, Step], names: set[str], inputs: tuple[Tensor, ...]) -> dict[str, dict[str, float]]:
+    """Errors of the steps called ``names`` on all targets, by name."""
+    free()
+    true = true_values(*inputs)
+    errors = {}
+    for name in steps:
+        if name in names and not name.startswith("half ignored"):
+            try:
+                errors[name] = errors_of(steps[name], inputs, true)
+            except Exception:
+                traceback.print_exc(limit=3)
+            free()
+    return errors
+
+
 def wanted(name: str, only: re.Pattern[str] | None, skip: re.Pattern[str] | None) -> bool:
     return (only is None or bool(only.search(name))) and not (skip and skip.search(name))
-
-
-def versions() -> dict[str, str]:
-    import importlib.metadata
-
-    found = {}
-    for package in ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def show(document: dict[str, Any]) -> None:
