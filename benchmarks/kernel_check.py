@@ -32,6 +32,14 @@ from tests.kernel_cases import EVERYTHING, check_case, make_case  # noqa: E402
 
 Launch = Callable[[Tensor], object]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What costs time for every logit, alone and together.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 30.0},
+    "smoothing": {"label_smoothing": 0.1},
+    "weighted smoothing": {"label_smoothing": 0.1, "weighted": True},
+    "everything": {name: value for name, value in EVERYTHING.items() if name != "upstream"},
+}
 
 
 def variants(itemsize: int, vocab_size: int) -> Iterator[Layout]:
@@ -50,7 +58,9 @@ def variants(itemsize: int, vocab_size: int) -> Iterator[Layout]:
                     yield Layout(cluster, threads, min_blocks, hold_row, bulk_copy)
 
 
-def launches(target: Tensor, vocab_size: int, itemsize: int, options: dict[str, Any]) -> Iterator[tuple[str, Launch]]:
+def launches(
+    target: Tensor, vocab_size: int, itemsize: int, options: dict[str, Any], every_layout: bool
+) -> Iterator[tuple[str, Launch]]:
     """(name, launch) of each kernel and layout; whether it can run shows when it does."""
     case = make_case(1, vocab_size, torch.bfloat16, device="cuda", **options)
     arguments = target, case.objective
@@ -60,19 +70,21 @@ def launches(target: Tensor, vocab_size: int, itemsize: int, options: dict[str, 
             yield name, lambda logits, m=module: m.cross_entropy_(logits, *arguments)
     yield "cuda (chosen)", lambda logits: cuda.cross_entropy_(logits, *arguments)
     yield "cuda (loss only)", lambda logits: cuda.cross_entropy_(logits, *arguments, write_grad=False)
-    for layout in variants(itemsize, vocab_size) if not options else ():
+    for layout in variants(itemsize, vocab_size) if every_layout else ():
         name = f"cuda cluster={layout.cluster} threads={layout.threads} min_blocks={layout.min_blocks}"
         name += " hold" * layout.hold_row + " bulk" * layout.bulk_copy
         yield name, lambda logits, x=layout: cuda.cross_entropy_(logits, *arguments, layout=x)
 
 
-def time_all(rows: int, vocab_size: int, dtype: torch.dtype, rounds: int, options: dict[str, Any]) -> list[dict]:
+def time_all(
+    rows: int, vocab_size: int, dtype: torch.dtype, rounds: int, options: dict[str, Any], every_layout: bool
+) -> list[dict]:
     """Median milliseconds of each launch, in turns, on fresh logits each time."""
     fresh = (torch.randn(rows, vocab_size, device="cuda") * 3).to(dtype)
     logits = fresh.clone()
     target = torch.randint(0, vocab_size, (rows,), device="cuda")
     steps: dict[str, Launch] = {"floor: copy": lambda z: z.copy_(fresh), "floor: in place": lambda z: z.mul_(2)}
-    steps |= dict(launches(target, vocab_size, dtype.itemsize, options))
+    steps |= dict(launches(target, vocab_size, dtype.itemsize, options, every_layout))
     errors: dict[str, str] = {}
     events: dict[str, list] = {name: [] for name in steps}
     for turn in range(-2, rounds):
@@ -168,6 +180,9 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=151552)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--layouts", nargs="*", choices=OBJECTIVES, default=["plain"], help="objectives to time in every layout"
+    )
     parser.add_argument("--sanitize", action="store_true", help="small launches only, for compute-sanitizer")
     parser.add_argument("--no-smoke", action="store_true", help="timing only")
     parser.add_argument("--out", type=Path, help="JSON to write")
@@ -185,9 +200,10 @@ def main() -> int:
     }
     document: dict[str, Any] = {"provenance": provenance() | about, "available": kernels.available()}
     document["smoke"] = [] if args.no_smoke else smoke()
-    for label, options in (("plain", {}), ("everything", {k: v for k, v in EVERYTHING.items() if k != "upstream"})):
+    for label, options in OBJECTIVES.items():
         print(f"\n{args.rows} rows of {args.vocab} logits, {args.dtype}, {label}")
-        table = time_all(args.rows, args.vocab, DTYPES[args.dtype], args.rounds, options)
+        every_layout = label in args.layouts
+        table = time_all(args.rows, args.vocab, DTYPES[args.dtype], args.rounds, options, every_layout)
         floor = table[0]["median_ms"]
         for row in sorted(table, key=lambda r: r["median_ms"] or 1e9):
             print(f"  {row['median_ms']:8.4f} ms {row['median_ms'] / floor:6.3f} × copy {row['gb_per_s']:7.0f} GB/s  "
