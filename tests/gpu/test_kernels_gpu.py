@@ -89,9 +89,10 @@ def test_every_layout_of_the_cuda_kernel(layout: Layout) -> None:
     for shape in ALIGNED_AND_NOT:
         if layout.held_bytes(shape[1], 2) > torch.cuda.get_device_properties(0).shared_memory_per_block_optin - 4096:
             continue
-        case = make_case(*shape, torch.bfloat16, device="cuda")
-        for row_stride, offset in layouts_of(*shape):
-            check_case(cuda.cross_entropy_, case, row_stride, offset, layout=layout)
+        for options in ({}, EVERYTHING):
+            case = make_case(*shape, torch.bfloat16, device="cuda", **options)
+            for row_stride, offset in layouts_of(*shape):
+                check_case(cuda.cross_entropy_, case, row_stride, offset, layout=layout)
 
 
 @pytest.mark.parametrize("bad", ["V", -1, 2**31, 2**40, -(2**40), 2**62, -(2**63)])
@@ -116,10 +117,20 @@ def test_a_common_offset_and_masked_words(kernel: RowKernel, options: dict[str, 
     check_case(kernel, case)
 
 
+@pytest.mark.parametrize("softcap", [0.3, 30.0, 1000.0])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.bfloat16, 60.0), (torch.float16, 10.0), (torch.float32, 3.0)], ids=str
+)
+def test_soft_caps(kernel: RowKernel, softcap: float, dtype: torch.dtype, scale: float) -> None:
+    """Logits far below the cap, about it and far above."""
+    check_case(kernel, make_case(7, 32000, dtype, device="cuda", softcap=softcap, scale=scale))
+
+
 @pytest.mark.parametrize("words", [float("-inf"), float("inf"), float("nan")])
-def test_logits_that_are_not_finite_as_in_eager(kernel: RowKernel, words: float) -> None:
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_logits_that_are_not_finite_as_in_eager(kernel: RowKernel, words: float, softcap: float | None) -> None:
     for place in (slice(None), slice(39, 40)):
-        case = make_case(2, 4000, torch.float32, device="cuda")
+        case = make_case(2, 4000, torch.float32, device="cuda", softcap=softcap)
         case.logits[0, place] = words
         fast, slow = (run_guarded(k, case) for k in (kernel, eager.cross_entropy_))
         for a, b in zip(fast, slow, strict=True):
