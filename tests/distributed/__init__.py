@@ -1,0 +1,1 @@
+"""What runs under ``torchrun``: see ``tests/test_distributed.py``."""
