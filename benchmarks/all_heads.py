@@ -41,7 +41,7 @@ def configurations() -> dict[str, list[str]]:
         "head_131072": ["--tokens", "131072", "--rounds", "2", "--warmups", "1", "--only", EVERYONE],
         "head_1048576": ["--tokens", "1048576", "--rounds", "1", "--warmups", "1", "--no-truth", "--only", MILLION],
     }
-    for name, model_id in (("gpt-oss", "gpt-oss-20b"), ("gemma-3", "gemma-3-4b"), ("llama-3", "llama-3-8b")):
+    for name, model_id in (("gpt-oss", "gpt-oss-20b"), ("llama-3", "llama-3-8b"), ("gemma-3", "gemma-3-4b")):
         found[f"head_{name}"] = model_options(model_id)
     return {name: options if "--rounds" in options else ["--rounds", "3", *options] for name, options in found.items()}
 
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", choices=known, help="a configuration to run; all of them if none is named"
     )
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for one configuration")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one configuration")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     failed = {}
