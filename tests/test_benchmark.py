@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
 import pytest
 import torch
 
+from flce_ref import benchmark
 from flce_ref.__main__ import main
 from flce_ref.benchmark import Measurement, measure, provenance
 
@@ -38,6 +40,32 @@ def test_a_step_that_fails_does_not_stop_the_others() -> None:
     assert results["always"] == Measurement(error="ZeroDivisionError: division by zero")
     assert results["later"] == Measurement(error="RuntimeError: the fifth time")
     assert results["later"].median_ms is None and len(results["fine"].times_ms) == 4
+
+
+def test_on_a_gpu_a_turn_settles_and_is_the_median_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    times = iter([9.0, 1.0, 2.0])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            runs.append("event")
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: object) -> float:
+            return next(times)
+
+    clock = iter([0.0, 0.1, 0.25, 0.25, 0.3, 0.35, 0.5])  # settles for two runs, then three are timed
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
+    for name, fake in (("Event", Event), ("_sleep", lambda cycles: None), ("synchronize", lambda: None),
+                       ("device", lambda device: contextlib.nullcontext())):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert benchmark._time(lambda: runs.append("step"), torch.device("cuda")) == 2.0
+    assert runs == ["step"] + 3 * ["event", "step", "event"]
 
 
 @pytest.mark.parametrize("options", [{"rounds": 0}, {"warmups": -1}])
