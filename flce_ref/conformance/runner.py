@@ -47,10 +47,10 @@ def run(
     function: Callable[..., Any],
     device: torch.device | str = "cpu",
     settings: dict[str, Any] | None = None,
-    only: Iterable[str] | None = None,
+    only: Iterable[str | Check] | None = None,
     name: str | None = None,
 ) -> Report:
-    """`verify`, restricted to the checks whose ids are in `only`, with `name` as the target in the report."""
+    """`verify`, restricted to the checks in `only`, each an id or a check of the caller's own; `name` is the report's."""
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     try:
@@ -60,7 +60,7 @@ def run(
         raise ValueError(f"device must be one that can compute here, got {str(device)!r}: {reason}") from None
     subject = Subject(function, torch.device(device), settings or {})
     yardstick = Subject(plain_linear_cross_entropy, subject.device, {})
-    chosen = CHECKS.values() if only is None else [CHECKS[id] for id in only]
+    chosen = CHECKS.values() if only is None else [CHECKS[one] if isinstance(one, str) else one for one in only]
     rows = []
     for check in chosen:
         if check.device in (None, subject.device.type):

@@ -1,0 +1,311 @@
+"""The grader's side of the other process: start it, ask it, watch it, end it.
+
+What the grader may believe: numbers, once it has compared them itself, and what the kernel says about the process (how
+much memory it has, whether it lives). Time, memory and the size of an answer are bounded; whatever goes wrong in
+there becomes an :class:`Ended` or a :class:`Failed` here, with a sentence that can be shown to the student.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .child import DTYPES, LENGTH, Arrays, pack, stored_dtype, unpack
+
+CHILD = Path(__file__).with_name("child.py")
+MIB = 2**20
+HEADER_BYTES = 64 * 1024
+MOST_ARRAYS = 8
+POLL_SECONDS = 0.004
+
+
+class Failed(Exception):
+    """The student's function raised an exception, or returned what is no answer."""
+
+
+class Ended(Exception):
+    """The student's process is gone: it ended itself, or was ended for its time, its memory or its answers."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one process may use.
+
+    Attributes:
+        call_seconds: for one call of one function, or for running the file.
+        start_seconds: for starting Python and importing torch, before anything of the student's.
+        total_seconds: for all of it, the processes that replace one that ended included.
+        memory_bytes: above what Python and torch take themselves.
+        reply_bytes: of one answer.
+    """
+
+    call_seconds: float = 10.0
+    start_seconds: float = 120.0
+    total_seconds: float = 240.0
+    memory_bytes: int = 1024 * MIB
+    reply_bytes: int = 64 * MIB
+
+
+LIMITS = Limits()
+
+
+class Sandbox:
+    """A submission in a process of its own, started when first asked and again after it has ended.
+
+    Args:
+        source: the text of the submission.
+        modules: imported before the student's code runs.
+        blocked: top-level packages that the student's code can't import.
+        environment: variables beyond the few that every such process gets.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        modules: Sequence[str] = (),
+        blocked: Sequence[str] = ("flce_ref", "course"),
+        environment: dict[str, str] | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
+        if not sys.platform.startswith("linux"):
+            raise OSError(f"grading needs Linux, whose kernel keeps the limits, got {sys.platform}: use a container")
+        self._modules, self._blocked, self.limits = tuple(modules), list(blocked), limits
+        self._environment = environment or {}
+        self._folder = Path(tempfile.mkdtemp(prefix="submission-"))
+        self._folder.chmod(0o755)
+        self._scratch = self._folder / "scratch"
+        self._scratch.mkdir()
+        self._scratch.chmod(0o777)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ends = time.monotonic() + limits.total_seconds
+        self.peak_bytes = 0
+        self.functions: list[str] = []
+        self.submit(source)
+
+    def submit(self, source: str) -> None:
+        """Take another submission. Only for code that is trusted: the process of the one before is kept."""
+        self._source = self._folder / "submission.py"
+        self._source.write_text(source, encoding="utf-8")
+        self._source.chmod(0o644)
+        self._loaded = False
+        self._refused: str | None = None
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------ what is asked
+
+    def ask(self, do: str, arrays: Arrays | None = None, **header: Any) -> Arrays:
+        """The arrays that the action ``do`` of child.py answers with.
+
+        Raises:
+            Failed: the student's code raised, or the answer is no answer.
+            Ended: the process is gone. The next call starts another one, unless it went while the file was loaded.
+        """
+        self.load()
+        return self._exchange(pack({"do": do} | header, arrays or []), self.limits.call_seconds)[1]
+
+    def load(self) -> list[str]:
+        """Run the file if that has not been done; the names of its functions.
+
+        Raises:
+            Failed, Ended: it can't be run; said again at every call, without another attempt.
+        """
+        if self._refused is not None:
+            raise Failed(self._refused)
+        if self._process is None:
+            self._start()
+        if not self._loaded:
+            header = {"do": "load", "path": str(self._source), "blocked": self._blocked}
+            try:
+                told = self._exchange(pack(header, []), self.limits.call_seconds)[0].get("functions")
+            except (Failed, Ended) as error:
+                self._refused = f"The file could not be run. {error}"
+                raise Failed(self._refused) from None
+            self.functions = [name for name in told if isinstance(name, str)] if isinstance(told, list) else []
+            self._loaded = True
+        return self.functions
+
+    def resident_bytes(self) -> int:
+        """The memory that the process has in RAM and in swap, as the kernel counts it.
+
+        Raises:
+            Ended: there is no process.
+        """
+        wanted, total = {"VmRSS:", "VmSwap:"}, 0
+        with contextlib.suppress(OSError):
+            assert self._process is not None
+            for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+                if line.split()[0] in wanted:
+                    total += int(line.split()[1]) * 1024
+        if not total:  # a process that has ended has no memory
+            raise self._end("The process ended")
+        return total
+
+    # ------------------------------------------------------------ the process
+
+    def _start(self) -> None:
+        requests_in, self._requests = os.pipe()
+        self._replies, replies_out = os.pipe()
+        user = 100_000 + os.getpid() % 100_000 if os.geteuid() == 0 else None
+        settings = {
+            "modules": self._modules,
+            "user": user,  # one that nobody has: it owns no file, and can signal nobody else's process
+            "memory_bytes": self.limits.memory_bytes,
+            "seconds": int(self.limits.total_seconds) + 60,
+            "requests": requests_in,
+            "replies": replies_out,
+        }
+        environment = {
+            "PATH": os.defpath,
+            "HOME": str(self._scratch),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            # What is freed goes back to the kernel at once, so that its count is that of what is held.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(CHILD), json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment | self._environment,
+            cwd=self._scratch,
+            pass_fds=(requests_in, replies_out),
+            start_new_session=True,
+        )
+        os.close(requests_in)
+        os.close(replies_out)
+        os.set_blocking(self._requests, False)
+        os.set_blocking(self._replies, False)
+        self._loaded, self._base_bytes, self._unread = False, None, b""
+        with contextlib.suppress(OSError):  # if memory runs out all the same, the kernel takes this process first
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
+        try:
+            self._frame(time.monotonic() + self.limits.start_seconds)
+        except (Failed, Ended) as error:
+            self.close()
+            raise RuntimeError(f"The process for student code could not be started here: {error}") from None
+        self._base_bytes = self.resident_bytes()
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._requests)
+            os.close(self._replies)
+            self._process = None
+
+    def _end(self, why: str) -> Ended:
+        """Close, and say how the process went, or why it had to go."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.2)
+            status = self._process.poll()
+            if status is not None and status < 0:
+                why += f" (killed by {signal.Signals(-status).name})"
+            elif status is not None:
+                why += f" (exit status {status})"
+            self.close()
+        return Ended(f"{why}.")
+
+    # ------------------------------------------------------------ one question, one answer
+
+    def _exchange(self, request: bytes, seconds: float) -> tuple[dict[str, Any], Arrays]:
+        now = time.monotonic()
+        if now >= self._ends:
+            self.close()
+            raise Ended(f"All {self.limits.total_seconds:g} seconds for this submission have been used.")
+        self.peak_bytes = self.resident_bytes()
+        deadline = min(now + seconds, self._ends)
+        self._move(deadline, memoryview(request))
+        return self._frame(deadline)
+
+    def _frame(self, deadline: float) -> tuple[dict[str, Any], Arrays]:
+        (length,) = LENGTH.unpack(self._move(deadline, count=LENGTH.size))
+        if length > HEADER_BYTES:
+            raise self._end("The process wrote something that is no answer")
+        head = self._move(deadline, count=length)
+        try:
+            self._check(json.loads(head))
+            header, arrays = unpack(head, lambda count: self._move(deadline, count=count))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise self._end("The process wrote something that is no answer") from None
+        if "error" in header:
+            raise Failed(str(header["error"])[:1000])
+        return header, arrays
+
+    def _check(self, header: Any) -> None:
+        """Raises ValueError, TypeError or KeyError unless the arrays to come are few, of known dtypes, and small."""
+        if not isinstance(header, dict) or len(header["arrays"]) > MOST_ARRAYS:
+            raise ValueError
+        total = 0
+        for described in header["arrays"]:
+            if described["dtype"] not in DTYPES or len(described["shape"]) > 4:
+                raise ValueError
+            size = stored_dtype(described["dtype"]).itemsize
+            for length in described["shape"]:
+                if type(length) is not int or not 0 <= length < 2**40:
+                    raise ValueError
+                size *= length
+            total += size
+        if total > self.limits.reply_bytes:
+            raise ValueError
+
+    def _move(self, deadline: float, data: memoryview | None = None, count: int = 0) -> bytes:
+        """Send ``data``, or receive ``count`` bytes, watching time and memory meanwhile."""
+        received = bytearray()
+        poll = select.poll()
+        poll.register(
+            self._replies if data is None else self._requests, select.POLLIN if data is None else select.POLLOUT
+        )
+        while data if data is not None else len(received) < count:
+            ready = poll.poll(POLL_SECONDS * 1000)
+            self._watch(deadline)
+            if not ready:
+                continue
+            try:
+                if data is not None:
+                    data = data[os.write(self._requests, data) :]
+                else:
+                    part = os.read(self._replies, min(count - len(received), MIB))
+                    if not part:
+                        raise self._end("The process ended")
+                    received += part
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise self._end("The process ended") from None
+        return bytes(received)
+
+    def _watch(self, deadline: float) -> None:
+        """Note the peak; end the process if its time or memory is used up."""
+        if time.monotonic() > deadline:
+            spent = "all its time" if deadline == self._ends else f"{self.limits.call_seconds:g} seconds"
+            raise self._end(f"It did not finish within {spent}")
+        if self._base_bytes is not None:
+            held = self.resident_bytes()
+            self.peak_bytes = max(self.peak_bytes, held)
+            if held > self._base_bytes + self.limits.memory_bytes:
+                raise self._end(f"It took more than {self.limits.memory_bytes // MIB} MiB of memory")
