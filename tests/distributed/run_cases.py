@@ -1,7 +1,8 @@
-"""Run every case for this number of ranks: ``torchrun --nproc-per-node W -m tests.distributed.run_cases OUT.json``.
+"""Run every case for this number of ranks: ``torchrun --nproc-per-node W -m tests.distributed.run_cases FOLDER``.
 
-``OUT.json`` has, for each case, what went wrong by rank; nothing for one that passed everywhere. With ``--device cuda``
-each rank has a GPU and NCCL, otherwise all have the CPU and gloo.
+Each rank writes the names of the cases that it has passed to ``FOLDER/RANK.json``. It stops at the first that fails,
+with the traceback in ``FOLDER/RANK.txt``, and torchrun ends the others: they may be waiting for it. With ``--device
+cuda`` each rank has a GPU and NCCL, otherwise all have the CPU and gloo.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import traceback
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.distributed.harness import TIMEOUT, World, cases_for
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     device = arguments.device
@@ -31,21 +31,19 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo", timeout=TIMEOUT)
     world = World(dist.get_rank(), dist.get_world_size(), device)
-    found: dict[str, dict[str, str]] = {}
+    passed = []
     for name, function in cases_for(world.size).items():
         torch.manual_seed(0)
-        wrong = None
         try:
             function(world)
+            dist.barrier()
         except Exception:
-            wrong = traceback.format_exc()
-        results: list[str | None] = [None] * world.size
-        dist.all_gather_object(results, wrong)
-        found[name] = {f"rank {rank}": text for rank, text in enumerate(results) if text}
-    if world.rank == 0:
-        arguments.out.write_text(json.dumps(found), encoding="utf-8")
+            text = f"{name}, rank {world.rank}\n{traceback.format_exc()}"
+            (arguments.folder / f"{world.rank}.txt").write_text(text, encoding="utf-8")
+            os._exit(1)  # at once: the process group would wait for the others
+        passed.append(name)
+    (arguments.folder / f"{world.rank}.json").write_text(json.dumps(passed), encoding="utf-8")
     dist.destroy_process_group()
-    sys.exit(any(found.values()))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def any_division_of_the_words(world: World) -> None:
 @case()
 def a_rank_owns_no_target_of_the_batch(world: World) -> None:
     x, w, _ = problem(N, D, V, device=world.device)
-    counts = [V - (world.size - 1) * 3] + [3] * (world.size - 1)
+    counts = [V - (world.size - 1) * 2] + [2] * (world.size - 1)
     for owner in range(world.size):
         first = sum(counts[:owner])
         y = torch.arange(N, device=world.device) % counts[owner] + first
@@ -308,6 +308,31 @@ def words_over_one_dimension_of_a_mesh_and_tokens_over_the_other(world: World) -
     close(dx[rows], true_dx[rows])
     dist.all_reduce(dw, group=mesh.get_group("tokens"))
     close(dw, true_dw.split([6, 11])[mesh.get_local_rank("words")])
+
+
+@case()
+def at_a_real_size(world: World) -> None:
+    """On GPUs only: in bfloat16, with the kernels that such a size gets, against one GPU with the whole weight."""
+    if world.device == "cpu":
+        return
+    g = torch.Generator(world.device).manual_seed(0)
+    x = torch.randn(3000, 512, generator=g, device=world.device).bfloat16().requires_grad_()
+    w = (torch.randn(50_003, 512, generator=g, device=world.device) * 0.05).bfloat16().requires_grad_()
+    y = torch.randint(0, 50_003, (3000,), generator=g, device=world.device)
+    y[::7] = -100
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 10.0}, {"reduction": "none"}):
+        words = mine(w, world)
+        loss = vocab_parallel_linear_cross_entropy(x, words, y, **options)
+        true = linear_cross_entropy(x.float(), w.float(), y, **options)
+        plain = linear_cross_entropy(x, w, y, **options)
+        torch.testing.assert_close(loss, true, rtol=1e-3, atol=1e-3)
+        got, truth, one = (
+            torch.autograd.grad(value.sum(), (x, weight)) for value, weight in ((loss, words), (true, w), (plain, w))
+        )
+        assert relative_error(got[0], truth[0]) <= 1.6 * relative_error(one[0], truth[0]) + 1e-3
+        true_dw, one_dw = (mine(t[1], world) for t in (truth, one))
+        if words.shape[0]:
+            assert relative_error(got[1], true_dw) <= 1.1 * relative_error(one_dw, true_dw) + 1e-3
 
 
 @case(sizes={1})
