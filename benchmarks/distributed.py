@@ -3,12 +3,12 @@
     python benchmarks/distributed.py --out book/data/h200/distributed.json
 
 starts ``torchrun`` once for each number of ranks and gathers what they measured. The tokens are ``--tokens`` in all:
-with the words shared out every rank has all of them, with the tokens shared out 1/W, and the gradient of the weight is
+with the words shared out every rank has all of them, with the tokens shared out 1/R, and the gradient of the weight is
 then summed over the ranks as DDP does it. A step is forward and backward. Its time is that of the slowest rank, in
 milliseconds, between CUDA events; a fixed number of steps is timed after a fixed number that is not, since ranks must
 make the same number. Its peak is above the inputs, the largest of the ranks. ``sent`` counts a rank's collectives and
 their bytes. ``loss``, ``dx`` and ``dw`` are differences from one GPU with the whole weight (‖got − one‖ / ‖one‖).
-``all_reduce`` times the collective alone; ``bus_gb_per_s`` is 2 (W − 1) / W · bytes / time, in 10⁹.
+``all_reduce`` times the collective alone; ``bus_gb_per_s`` is 2 (R − 1) / R · bytes / time, in 10⁹.
 
 ``--device cpu`` with small sizes tries the script itself.
 """
@@ -50,7 +50,7 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 
 def words_of(rank: int, ranks: int, vocab: int) -> slice:
-    """A rank's words: pieces of ⌈V / W⌉, as DTensor cuts them."""
+    """A rank's words: pieces of ⌈V / R⌉, as DTensor cuts them."""
     piece = -(-vocab // ranks)
     return slice(min(rank * piece, vocab), min((rank + 1) * piece, vocab))
 

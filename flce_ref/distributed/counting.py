@@ -20,7 +20,7 @@ class Collective(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the tensor. A ring all-reduce of it among W ranks sends 2 (W − 1) / W times as many from each."""
+        """Of the tensor. A ring all-reduce of it among R ranks sends 2 (R − 1) / R times as many from each."""
         n = self.dtype.itemsize
         for size in self.shape:
             n *= size

@@ -37,7 +37,7 @@ def token_parallel_linear_cross_entropy(
         input, target: this rank's tokens (…, D), (…).
         linear_weight: the whole weight (V, D), the same on every rank: as DDP keeps it and FSDP gathers it.
         gradients: what becomes of parameters' gradients after backward. ``"averaged"`` over the ranks, by DDP and by
-            FSDP as they come: backward makes them W times larger for W ranks. ``"summed"``, by a plain all-reduce or
+            FSDP as they come: backward makes them R times larger for R ranks. ``"summed"``, by a plain all-reduce or
             by FSDP with a divisor of 1: backward makes each rank's share of the gradient.
         group: the ranks that share out the tokens, those whose gradients are averaged or summed; None: the default.
         trust_ranks: leave out the agreement on options, for which the host waits once per call.

@@ -155,7 +155,7 @@ def _by_what_all_have(place: _Place, everyone: Sequence[Any], ignore_index: int 
 
 
 def _by_equal_shards(place: _Place, v: int) -> tuple[int, int]:
-    """The same without asking: a DTensor is cut into pieces of ⌈V / W⌉ rows, of a plain weight all have v."""
+    """The same without asking: a DTensor is cut into pieces of ⌈V / R⌉ rows, of a plain weight all have v."""
     assert place.group is not None
     ranks = dist.get_world_size(place.group)
     vocab_size = ranks * v if place.vocab_size is None else place.vocab_size
