@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,14 @@ from .report import Graded
 from .sandbox import LIMITS, MIB, Failed, Limits, Sandbox
 
 PR_SET_DUMPABLE = 4
+TO_REVIEW = {
+    "flce_ref": "the submission is to stand on its own",
+    "modules": "that a library can't be imported is not to be worked around",
+    "importlib": "a submission needs no imports but plain ones",
+    "__import__": "a submission needs no imports but plain ones",
+    "exec": "a submission needs no code made while it runs",
+    "ctypes": "a submission needs nothing below Python",
+}
 SAME_USER = (
     "The submission ran as the user who ran the grader, and so could read and delete what that user can. As root, the "
     "grader gives it a user of its own."
@@ -51,16 +60,23 @@ def graded(number: int, source: submission.Source, sandbox: Sandbox) -> Graded:
     try:
         functions = sandbox.load()
     except Failed as error:
-        return nothing(number, str(error), source.remarks)
+        return nothing(number, _placed(str(error), source), source.remarks)
     missing = [name for name in assignment.functions if name not in functions]
     marks, shifted = mark(assignment, sandbox)
+    marks = [replace(one, reasons=tuple(_placed(reason, source) for reason in one.reasons)) for one in marks]
     remarks = [*source.remarks, *([shifted] if shifted else [])]
     if missing:
         remarks.append(f"Not defined: {', '.join(missing)}.")
-    remarks += [f"For the marker: {found}." for found in submission.mentions(source.text, assignment.to_review)]
+    names = {**TO_REVIEW, **assignment.to_review}
+    remarks += [f"For the marker: {found}." for found in submission.mentions(source, names)]
     if os.geteuid() != 0:
         remarks.append(SAME_USER)
     return Graded(assignment, tuple(marks), tuple(remarks))
+
+
+def _placed(reason: str, source: submission.Source) -> str:
+    """The reason with lines of the text that was run told as lines of the student's file."""
+    return re.sub(r"\(line (\d{1,6}): ", lambda found: f"({source.place(int(found[1]))}: ", reason)
 
 
 def nothing(number: int, why: str, remarks: tuple[str, ...] = ()) -> Graded:
@@ -84,7 +100,11 @@ def main(arguments: list[str] | None = None) -> int:
     # Nobody but root may look into this process from now on, not even one of the same user.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     limits = replace(LIMITS, call_seconds=given.seconds, memory_bytes=given.memory * MIB)
-    result = grade(given.assignment, given.file, limits)
+    try:
+        result = grade(given.assignment, given.file, limits)
+    except (OSError, RuntimeError) as error:  # of this machine, not of the submission
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     print(json.dumps(result.to_gradescope(), indent=2, ensure_ascii=False) if given.json else result)
     return 0
 

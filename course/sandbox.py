@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -22,13 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .child import DTYPES, LENGTH, Arrays, pack, stored_dtype, unpack
+from .channel import Channel
+from .child import Arrays, pack
 
 CHILD = Path(__file__).with_name("child.py")
 MIB = 2**20
-HEADER_BYTES = 64 * 1024
-MOST_ARRAYS = 8
-POLL_SECONDS = 0.004
 
 
 class Failed(Exception):
@@ -161,8 +158,8 @@ class Sandbox:
     # ------------------------------------------------------------ the process
 
     def _start(self) -> None:
-        requests_in, self._requests = os.pipe()
-        self._replies, replies_out = os.pipe()
+        requests_in, requests = os.pipe()
+        replies, replies_out = os.pipe()
         user = 100_000 + os.getpid() % 100_000 if os.geteuid() == 0 else None
         settings = {
             "modules": self._modules,
@@ -195,16 +192,18 @@ class Sandbox:
         )
         os.close(requests_in)
         os.close(replies_out)
-        os.set_blocking(self._requests, False)
-        os.set_blocking(self._replies, False)
-        self._loaded, self._base_bytes, self._unread = False, None, b""
+        self._channel = Channel(requests, replies, self._watch)
+        self._loaded, self._base_bytes = False, None
+        self._deadline = time.monotonic() + self.limits.start_seconds
         with contextlib.suppress(OSError):  # if memory runs out all the same, the kernel takes this process first
             Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
         try:
-            self._frame(time.monotonic() + self.limits.start_seconds)
-        except (Failed, Ended) as error:
+            why = self._channel.receive(self.limits.reply_bytes)[0].get("error")
+        except (EOFError, ValueError, Ended) as error:
+            why = str(error)
+        if why is not None:
             self.close()
-            raise RuntimeError(f"The process for student code could not be started here: {error}") from None
+            raise RuntimeError(f"the process for student code can't be started here: {why}")
         self._base_bytes = self.resident_bytes()
 
     def close(self) -> None:
@@ -213,8 +212,7 @@ class Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            os.close(self._requests)
-            os.close(self._replies)
+            self._channel.close()
             self._process = None
 
     def _end(self, why: str) -> Ended:
@@ -224,7 +222,7 @@ class Sandbox:
                 self._process.wait(0.2)
             status = self._process.poll()
             if status is not None and status < 0:
-                why += f" (killed by {signal.Signals(-status).name})"
+                why += f" (killed: {signal.strsignal(-status)})"
             elif status is not None:
                 why += f" (exit status {status})"
             self.close()
@@ -238,71 +236,20 @@ class Sandbox:
             self.close()
             raise Ended(f"All {self.limits.total_seconds:g} seconds for this submission have been used.")
         self.peak_bytes = self.resident_bytes()
-        deadline = min(now + seconds, self._ends)
-        self._move(deadline, memoryview(request))
-        return self._frame(deadline)
-
-    def _frame(self, deadline: float) -> tuple[dict[str, Any], Arrays]:
-        (length,) = LENGTH.unpack(self._move(deadline, count=LENGTH.size))
-        if length > HEADER_BYTES:
-            raise self._end("The process wrote something that is no answer")
-        head = self._move(deadline, count=length)
+        self._deadline = min(now + seconds, self._ends)
         try:
-            self._check(json.loads(head))
-            header, arrays = unpack(head, lambda count: self._move(deadline, count=count))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise self._end("The process wrote something that is no answer") from None
+            self._channel.send(request)
+            header, arrays = self._channel.receive(self.limits.reply_bytes)
+        except (EOFError, ValueError) as error:
+            raise self._end(str(error)) from None
         if "error" in header:
             raise Failed(str(header["error"])[:1000])
         return header, arrays
 
-    def _check(self, header: Any) -> None:
-        """Raises ValueError, TypeError or KeyError unless the arrays to come are few, of known dtypes, and small."""
-        if not isinstance(header, dict) or len(header["arrays"]) > MOST_ARRAYS:
-            raise ValueError
-        total = 0
-        for described in header["arrays"]:
-            if described["dtype"] not in DTYPES or len(described["shape"]) > 4:
-                raise ValueError
-            size = stored_dtype(described["dtype"]).itemsize
-            for length in described["shape"]:
-                if type(length) is not int or not 0 <= length < 2**40:
-                    raise ValueError
-                size *= length
-            total += size
-        if total > self.limits.reply_bytes:
-            raise ValueError
-
-    def _move(self, deadline: float, data: memoryview | None = None, count: int = 0) -> bytes:
-        """Send ``data``, or receive ``count`` bytes, watching time and memory meanwhile."""
-        received = bytearray()
-        poll = select.poll()
-        poll.register(
-            self._replies if data is None else self._requests, select.POLLIN if data is None else select.POLLOUT
-        )
-        while data if data is not None else len(received) < count:
-            ready = poll.poll(POLL_SECONDS * 1000)
-            self._watch(deadline)
-            if not ready:
-                continue
-            try:
-                if data is not None:
-                    data = data[os.write(self._requests, data) :]
-                else:
-                    part = os.read(self._replies, min(count - len(received), MIB))
-                    if not part:
-                        raise self._end("The process ended")
-                    received += part
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise self._end("The process ended") from None
-        return bytes(received)
-
-    def _watch(self, deadline: float) -> None:
+    def _watch(self) -> None:
         """Note the peak; end the process if its time or memory is used up."""
-        if time.monotonic() > deadline:
-            spent = "all its time" if deadline == self._ends else f"{self.limits.call_seconds:g} seconds"
+        if time.monotonic() > self._deadline:
+            spent = "all its time" if self._deadline == self._ends else f"{self.limits.call_seconds:g} seconds"
             raise self._end(f"It did not finish within {spent}")
         if self._base_bytes is not None:
             held = self.resident_bytes()

@@ -22,6 +22,14 @@ class Source:
 
     text: str
     remarks: tuple[str, ...] = ()
+    cells: tuple[int, ...] = ()  # the first line of each code cell of a notebook
+
+    def place(self, line: int) -> str:
+        """Where the student finds a line of the text."""
+        if not self.cells:
+            return f"line {line}"
+        cell = sum(first <= line for first in self.cells)
+        return f"code cell {cell}, line {line - self.cells[cell - 1] + 1}" if cell else f"line {line}"
 
 
 def read(path: Path, functions: tuple[str, ...]) -> Source:
@@ -56,7 +64,9 @@ def from_notebook(text: str, functions: tuple[str, ...]) -> Source:
         sources = ["".join(cell["source"]) for cell in cells]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"FILE is not a notebook: {type(error).__name__}: {error}") from None
-    remarks, kept = [], []
+    remarks: list[str] = []
+    kept: list[str] = []
+    firsts: list[int] = []
     for number, source in enumerate(sources, start=1):
         lines, removed = without_magics(source)
         remarks += [f"Code cell {number}: not run, being for IPython: {line}" for line in removed]
@@ -64,9 +74,10 @@ def from_notebook(text: str, functions: tuple[str, ...]) -> Source:
             ast.parse("\n".join(lines))
         except (SyntaxError, ValueError) as error:
             remarks.append(f"Code cell {number} was left out, it is not Python: {error}")
-            continue
-        kept += [f"# code cell {number}", *lines]
-    return Source(definitions("\n".join(kept) + "\n", functions), tuple(remarks))
+            lines = []
+        firsts.append(len(kept) + 1)
+        kept += [*lines, ""]
+    return Source(definitions("\n".join(kept) + "\n", functions), tuple(remarks), tuple(firsts))
 
 
 def without_magics(source: str) -> tuple[list[str], list[str]]:
@@ -125,17 +136,17 @@ def _lines(statement: ast.stmt) -> range:
     return range(first, (statement.end_lineno or first) + 1)
 
 
-def mentions(text: str, names: Mapping[str, str]) -> list[str]:
+def mentions(source: Source, names: Mapping[str, str]) -> list[str]:
     """Those of `names` that the source uses, one sentence each; nothing if it can't be parsed."""
     try:
-        tree = ast.parse(text)
+        tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError):
         return []
     used: dict[str, int] = {}
     for node in ast.walk(tree):
         for name in _names(node):
             used.setdefault(name, getattr(node, "lineno", 0))
-    return [f"line {used[name]} mentions {name}: {why}" for name, why in names.items() if name in used]
+    return [f"{source.place(used[name])} mentions {name}: {why}" for name, why in names.items() if name in used]
 
 
 def _names(node: ast.AST) -> Iterator[str]:

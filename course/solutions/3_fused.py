@@ -24,7 +24,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             at_target = logits.gather(1, safe[:, None]) - largest
             logits.sub_(largest).exp_()
             sumexp = logits.sum(1, keepdim=True)
-            loss += (torch.log(sumexp) - at_target)[counts].sum()
+            loss += (torch.log(sumexp) - at_target)[:, 0].masked_fill(~counts, 0.0).sum()
 
             dlogits = logits.div_(sumexp)  # the same memory under another name
             dlogits.scatter_add_(1, safe[:, None], torch.full_like(sumexp, -1.0))
