@@ -458,6 +458,8 @@ def test_pytorchs_own_functions_accept_it(written: dict[str, Any]) -> None:
         _memory_viz.segment_plot(written),
     ):
         assert "add_local_files" in page
+    if not hasattr(_memory_viz, "filter_alloc_free_pairs"):  # torch 2.8
+        return
     left = _memory_viz.filter_alloc_free_pairs(pickle.loads(pickle.dumps(written)))["device_traces"][0]
     survivors = sum(a.start > 0 and a.end is None for a in timeline.allocations)
     assert sum(entry["action"] == "alloc" for entry in left) == survivors

@@ -121,6 +121,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = rotated(q, *angles), rotated(k, *angles)  # (1, heads, N, head_dim)
+        if not x.is_cuda and torch.__version__ < "2.9":  # FlashAttention on the CPU had no grouped queries before
+            k, v = (t.repeat_interleave(self.q.out_features // self.k.out_features, dim=1) for t in (k, v))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
