@@ -21,7 +21,7 @@ from . import submission
 from .assignments import ASSIGNMENTS
 from .marking import Mark, mark
 from .report import Graded
-from .sandbox import LIMITS, MIB, Failed, Limits, Sandbox
+from .sandbox import LIMITS, MIB, Ended, Failed, Limits, Sandbox
 
 PR_SET_DUMPABLE = 4
 TO_REVIEW = {
@@ -59,7 +59,7 @@ def graded(number: int, source: submission.Source, sandbox: Sandbox) -> Graded:
     assignment = ASSIGNMENTS[number]
     try:
         functions = sandbox.load()
-    except Failed as error:
+    except (Failed, Ended) as error:
         return nothing(number, _placed(str(error), source), source.remarks)
     missing = [name for name in assignment.functions if name not in functions]
     marks, shifted = mark(assignment, sandbox)

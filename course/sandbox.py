@@ -116,22 +116,26 @@ class Sandbox:
             Ended: the process is gone. The next call starts another one, unless it went while the file was loaded.
         """
         self.load()
-        return self._exchange(pack({"do": do} | header, arrays or []), self.limits.call_seconds)[1]
+        return self._exchange(pack({"do": do} | header, arrays or []))[1]
 
     def load(self) -> list[str]:
         """Run the file if that has not been done; the names of its functions.
 
         Raises:
-            Failed, Ended: it can't be run; said again at every call, without another attempt.
+            Failed: it can't be run; said again at every call, without another attempt.
+            Ended: all the time for the submission is used up.
         """
         if self._refused is not None:
             raise Failed(self._refused)
+        if time.monotonic() >= self._ends:
+            self.close()
+            raise Ended(f"All {self.limits.total_seconds:g} seconds for this submission have been used.")
         if self._process is None:
             self._start()
         if not self._loaded:
             header = {"do": "load", "path": str(self._source), "blocked": self._blocked}
             try:
-                told = self._exchange(pack(header, []), self.limits.call_seconds)[0].get("functions")
+                told = self._exchange(pack(header, []))[0].get("functions")
             except (Failed, Ended) as error:
                 self._refused = f"The file could not be run. {error}"
                 raise Failed(self._refused) from None
@@ -230,13 +234,9 @@ class Sandbox:
 
     # ------------------------------------------------------------ one question, one answer
 
-    def _exchange(self, request: bytes, seconds: float) -> tuple[dict[str, Any], Arrays]:
-        now = time.monotonic()
-        if now >= self._ends:
-            self.close()
-            raise Ended(f"All {self.limits.total_seconds:g} seconds for this submission have been used.")
+    def _exchange(self, request: bytes) -> tuple[dict[str, Any], Arrays]:
         self.peak_bytes = self.resident_bytes()
-        self._deadline = min(now + seconds, self._ends)
+        self._deadline = min(time.monotonic() + self.limits.call_seconds, self._ends)
         try:
             self._channel.send(request)
             header, arrays = self._channel.receive(self.limits.reply_bytes)

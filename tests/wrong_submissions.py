@@ -109,9 +109,9 @@ MISTAKES = [
     mistake(4, "lse for the loss", "- (z_y - row_max))", "+ row_max)", "loss", "large logits"),
 ]  # fmt: skip
 
-# Assignment 3: what each wrong implementation of the library's tests costs. Mistakes of arguments that the assignment
-# doesn't have cost nothing.
-IMPLEMENTATIONS = {name: frozenset[str]() for name in ("Right", *wrong_implementations.WRONG)} | {
+# Assignment 3: what wrong implementations of the library's tests cost.
+IMPLEMENTATIONS = {
+    "Right": frozenset[str](),
     "MeanOverAllTokens": frozenset({"mean over tokens that count"}),
     "GradientOfIgnored": frozenset({"ignored tokens"}),
     # A function of autograd for each chunk, so that autograd sums their dw in bfloat16.
@@ -124,8 +124,11 @@ IMPLEMENTATIONS = {name: frozenset[str]() for name in ("Right", *wrong_implement
     "IgnoresUpstream": frozenset({"upstream gradient"}),
     "ScalesInPlace": frozenset({"twice"}),
     "DropsDwOfFrozenInput": frozenset({"frozen"}),
+    # Mistakes that the assignment doesn't ask about.
+    "NoMaximum": frozenset(),
+    "SubtractsAfterRounding": frozenset(),
+    "NegativeMeansIgnored": frozenset(),
 }
-del IMPLEMENTATIONS["LeavesIgnoredUnwritten"]  # what it costs depends on what was in memory before
 
 
 def implementation(name: str) -> str:

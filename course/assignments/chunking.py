@@ -90,6 +90,7 @@ CHUNKING = Assignment(
     functions=("chunked_loss", "checkpointed_loss", "kept_bytes", "chunked_step_peak", "best_chunk_count",
                "checkpointed_step_peak"),
     adapter=chunked,
+    modules=("torch", "torch._dynamo"),  # what the first checkpoint imports takes seconds
     settings=checks.SETTINGS,
     shiftable="loss",
     to_review={

@@ -91,7 +91,10 @@ def head(part: str, subject: Subject) -> Finding:
     z = x @ w.mT
     found = dict(zip(("loss", "dx", "dw"), ask(subject)("head", x, w, y, results=3)))
     if part == "loss":
-        return exactly("the loss", found["loss"], ask(subject).one("token_losses", z, y).mean())
+        losses = ask(subject).one("token_losses", z, y)
+        if not losses.any():
+            return Finding(float("nan"), 0.0, "token_losses is zero")
+        return exactly("the loss", found["loss"], losses.mean())
     dlogits = ask(subject).one("dlogits", z, y)
     if not dlogits.any():
         return Finding(float("nan"), 0.0, "dlogits is zero")
