@@ -90,7 +90,7 @@ def global_mean(
     Args:
         total: the sum of this rank's losses, 0-d.
         count: what it counts for in the divisor: its number of valid tokens, or the sum of their class weights.
-        gradients: ``"averaged"`` or ``"summed"``, see :func:`token_parallel_linear_cross_entropy`.
+        gradients: ``"averaged"`` or ``"summed"``, see :func:`flce_ref.distributed.token_parallel_linear_cross_entropy`.
         group: the ranks; None: the default group.
 
     Returns:

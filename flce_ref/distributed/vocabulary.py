@@ -57,17 +57,20 @@ def vocab_parallel_linear_cross_entropy(
     """
     place = _place_of(linear_weight, group)
 
-    def describe() -> tuple[Arguments, Facts]:
+    def local_arguments() -> Arguments:
         if "schedule" in options:
             raise TypeError("schedule can't be chosen: a vocabulary that is shared out has one schedule")
-        arguments = _local(bind(input, linear_weight, target, **options), place)
+        return _local(bind(input, linear_weight, target, **options), place)
+
+    def describe() -> tuple[Arguments, Facts]:
+        arguments = local_arguments()
         return arguments, _facts(arguments, place)
 
     if place.group is None:
-        arguments = _local(bind(input, linear_weight, target, **options), place)
+        arguments = local_arguments()
         return run(prepare(arguments), arguments)
     if trust_ranks:
-        arguments, _ = describe()
+        arguments = local_arguments()
         first_word, vocab_size = _by_equal_shards(place, arguments.linear_weight.shape[0])
     else:
         arguments, everyone = agree(describe, place.group)

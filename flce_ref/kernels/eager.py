@@ -62,7 +62,7 @@ def cross_entropy_(
     """Loss and lse of each row of ``logits`` (C, V); with ``write_grad`` the logits become their own gradient."""
     loss = torch.empty(logits.shape[0], dtype=_accumulation_dtype(logits), device=logits.device)
     lse = torch.empty_like(loss)
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         block, y = logits[rows], target[rows]
         stats = row_stats(block, y, 0, objective)
         loss[rows], lse[rows] = row_loss(stats, y, objective)
@@ -100,7 +100,7 @@ def _target_column(target: Tensor, first_column: int, width: int) -> tuple[Tenso
     return (column >= 0) & (column < width), column.clamp(0, width - 1)
 
 
-def _row_blocks(logits: Tensor) -> Iterator[slice]:
+def row_blocks(logits: Tensor) -> Iterator[slice]:
     rows, columns = logits.shape
     step = max(1, _BLOCK_BYTES // (4 * columns))
     for start in range(0, rows, step):
