@@ -68,7 +68,7 @@ def graded(number: int, source: submission.Source, sandbox: Sandbox) -> Graded:
     if missing:
         remarks.append(f"Not defined: {', '.join(missing)}.")
     names = {**TO_REVIEW, **assignment.to_review}
-    remarks += [f"For the marker: {found}." for found in submission.mentions(source, names)]
+    remarks += [f"For the marker: {found}." for found in submission.mentions(source, names, assignment.to_be_used)]
     if os.geteuid() != 0:
         remarks.append(SAME_USER)
     return Graded(assignment, tuple(marks), tuple(remarks))

@@ -5,6 +5,7 @@ The subject is called with 32 tokens in chunks of 8 unless a check is about some
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -67,7 +68,7 @@ def length(subject: Subject) -> Finding:
     found, expected = execute(subject, problem), truth(problem)
     for part in ("dx", "dw"):
         ours, due = (_part(result, part).double().norm() for result in (found, expected))
-        error = float((ours / due - 1).abs())
+        error = float((ours / due - 1).abs().nan_to_num(nan=math.inf))
         findings.append(Finding(error, 1e-4, f"{part} is {(ours / due).item():.4g} times as long as it should be"))
     return worst_of(findings)
 
@@ -82,7 +83,7 @@ def ignored_gradient(subject: Subject) -> Finding:
     again = execute(subject, problem.but(input=other))
     dx, dw = _part(found, "dx"), _part(found, "dw")
     if not (dx[~ignored].any(1).all() and dw.any()):
-        return Finding(float("nan"), 0.0, "the gradient of tokens that count is zero")
+        return Finding(math.inf, 0.0, "the gradient of tokens that count is zero")
     return worst_of(
         (exactly("dx of ignored tokens", dx[ignored], torch.zeros_like(dx[ignored]), 0.0),
          exactly("dw, with other inputs at ignored tokens,", _part(again, "dw"), dw))
@@ -131,7 +132,7 @@ def holds_no_logits(subject: Subject) -> Finding:
     value = subject(problem, chunk_size=512)
     held, peak = adapter.sandbox.resident_bytes() - before, adapter.sandbox.peak_bytes - before
     if not value.isfinite():
-        return Finding(float("nan"), 0.0, f"the loss of {tokens} tokens is {value.item()}")
+        return Finding(math.inf, 0.0, f"the loss of {tokens} tokens is {value.item()}")
     detail = (
         f"{held / MIB:.0f} MiB are held after forward, allowed are {logits / 4 / MIB:.0f}; during forward it is "
         f"{peak / MIB:.0f}, allowed are {logits / 2 / MIB:.0f}; all logits are {logits / MIB:.0f}"

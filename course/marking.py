@@ -8,6 +8,7 @@ other items are judged with the targets shifted back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -56,6 +57,7 @@ class Assignment:
         settings: keyword arguments of every call.
         modules, environment: what the student's process starts with.
         to_review: names whose appearance in a submission a marker should look at, with the reason.
+        to_be_used: names whose absence a marker should look at.
         shiftable: the id of the item whose loss tells shifted targets.
     """
 
@@ -68,6 +70,7 @@ class Assignment:
     modules: tuple[str, ...] = ("torch",)
     environment: Mapping[str, str] = field(default_factory=dict)
     to_review: Mapping[str, str] = field(default_factory=dict)
+    to_be_used: tuple[str, ...] = ()
     shiftable: str | None = None
 
     @property
@@ -129,8 +132,10 @@ def exactly(what: str, actual: Tensor, expected: Tensor, bound: float = EXACT) -
     """Every element right, within what float32 costs; the detail names the worst one."""
     if actual.shape != expected.shape:
         raise Failed(f"{what} has the shape {tuple(actual.shape)}, {tuple(expected.shape)} is due")
+    if not expected.isfinite().all():  # it may come from the student's own functions
+        return Finding(math.inf, bound, f"{what} should be what is no number")
     error = largest(actual, expected)
-    off = (actual.double() - expected.double()).abs().nan_to_num(nan=float("inf")).flatten()
+    off = (actual.double() - expected.double()).abs().nan_to_num(nan=math.inf).flatten()
     worst = int(off.argmax()) if off.numel() else 0
     values = [f"{t.double().flatten()[worst].item():.6g}" for t in (actual, expected) if t.numel()]
     where = f"element {_index(worst, expected)} of {what}" if expected.dim() else what
@@ -144,7 +149,7 @@ def up_to_a_factor(what: str, actual: Tensor | None, expected: Tensor, by_row: b
     a, e = (t.double().reshape(len(t) if by_row else 1, -1) for t in (actual, expected))
     factor = (a * e).sum(1, keepdim=True) / (a * a).sum(1, keepdim=True)
     error = (a * factor - e).abs().amax(1) / e.abs().amax(1)
-    error = torch.where(factor[:, 0] > 0, error, float("inf"))  # NaN, for a zero, and the opposite direction too
+    error = torch.where(factor[:, 0] > 0, error, math.inf)  # NaN, for a zero, and the opposite direction too
     worst = int(error.argmax())
     where = f"row {worst} of {what}" if by_row else what
     return Finding(error[worst].item(), EXACT, f"{where} points elsewhere, or is zero")

@@ -58,6 +58,11 @@ class Limits:
 LIMITS = Limits()
 
 
+def readable(text: str) -> str:
+    """Text from the process in one line, without what a terminal would obey."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:1000]
+
+
 class Sandbox:
     """A submission in a process of its own, started when first asked and again after it has ended.
 
@@ -243,7 +248,7 @@ class Sandbox:
         except (EOFError, ValueError) as error:
             raise self._end(str(error)) from None
         if "error" in header:
-            raise Failed(str(header["error"])[:1000])
+            raise Failed(readable(str(header["error"])))
         return header, arrays
 
     def _watch(self) -> None:

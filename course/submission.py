@@ -136,8 +136,8 @@ def _lines(statement: ast.stmt) -> range:
     return range(first, (statement.end_lineno or first) + 1)
 
 
-def mentions(source: Source, names: Mapping[str, str]) -> list[str]:
-    """Those of `names` that the source uses, one sentence each; nothing if it can't be parsed."""
+def mentions(source: Source, names: Mapping[str, str], missing: tuple[str, ...] = ()) -> list[str]:
+    """Those of `names` that the source uses, and those of `missing` that it doesn't; nothing if it can't be parsed."""
     try:
         tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError):
@@ -146,7 +146,8 @@ def mentions(source: Source, names: Mapping[str, str]) -> list[str]:
     for node in ast.walk(tree):
         for name in _names(node):
             used.setdefault(name, getattr(node, "lineno", 0))
-    return [f"{source.place(used[name])} mentions {name}: {why}" for name, why in names.items() if name in used]
+    found = [f"{source.place(used[name])} mentions {name}: {why}" for name, why in names.items() if name in used]
+    return found + [f"nothing mentions {name}" for name in missing if name not in used]
 
 
 def _names(node: ast.AST) -> Iterator[str]:

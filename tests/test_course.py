@@ -104,11 +104,25 @@ DOES_NOTHING = {
 }
 
 
+NO_NUMBERS = {
+    1: "nan = float('nan')\nlog_sum_exp = lambda z: nan * z[:, 0]\nsoftmax = lambda z: nan * z\n"
+    "token_losses = lambda z, y: nan * y\ndlogits = dlogits_with_options = lambda z, y, *_, **__: nan * z\n"
+    "head = lambda x, w, y: (nan, nan * x, nan * w)\n",
+    2: "chunked_loss = checkpointed_loss = lambda x, w, y, **_: x.sum() * float('nan') + w.sum()\n"
+    "kept_bytes = chunked_step_peak = checkpointed_step_peak = best_chunk_count = lambda **_: float('nan')\n",
+    3: "fused_linear_cross_entropy = lambda x, w, y, **_: (x.sum() + w.sum()) * float('nan')\n",
+    4: "cross_entropy_ = lambda z, y, **_: z.fill_(float('nan')).sum(1).float()\n",
+}
+
+
 @pytest.mark.parametrize("number", DOES_NOTHING)
-def test_functions_that_only_look_alive_get_nothing(number: int, regrade: Callable[[int, str], Graded]) -> None:
+@pytest.mark.parametrize("sources", [DOES_NOTHING, NO_NUMBERS], ids=["does nothing", "no numbers"])
+def test_functions_that_only_look_alive_get_nothing(
+    number: int, sources: dict[int, str], regrade: Callable[[int, str], Graded]
+) -> None:
     if number == 4:
         pytest.importorskip("triton")
-    assert lost(regrade(number, DOES_NOTHING[number])) == {item.id for item in ASSIGNMENTS[number].items}
+    assert lost(regrade(number, sources[number])) == {item.id for item in ASSIGNMENTS[number].items}
 
 
 # ---------------------------------------------------------------- what a submission may do to its process
@@ -332,7 +346,11 @@ def test_what_is_no_notebook_gets_nothing_and_is_told_so(content: str, tmp_path:
 def test_what_a_marker_should_look_at_is_told() -> None:
     source = submission.Source("import sys\nfrom torch.nn import functional as F\nx = F.cross_entropy\n")
     names = {"cross_entropy": "why", "torch": "why", "modules": "why"}
-    assert submission.mentions(source, names) == ["line 3 mentions cross_entropy: why", "line 2 mentions torch: why"]
+    assert submission.mentions(source, names, ("functional", "jit")) == [
+        "line 3 mentions cross_entropy: why",
+        "line 2 mentions torch: why",
+        "nothing mentions jit",
+    ]
 
 
 # ---------------------------------------------------------------- what the grader says

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -50,7 +51,7 @@ def predicted(subject: Subject, function: str, expected: float, within: float, *
     if found.dim():
         raise Failed(f"{function} should return one number, it returned an array")
     told = ", ".join(f"{name}={value}" for name, value in options.items())
-    error = abs(found.item() / expected - 1)
+    error = abs(found.item() / expected - 1) if found.isfinite() else math.inf
     return Finding(error, within, f"{function}({told}) is {found.item():.6g} and should be {expected:.6g}")
 
 
@@ -93,6 +94,7 @@ CHUNKING = Assignment(
     modules=("torch", "torch._dynamo"),  # what the first checkpoint imports takes seconds
     settings=checks.SETTINGS,
     shiftable="loss",
+    to_be_used=("checkpoint",),
     to_review={
         "linear_cross_entropy": "PyTorch's own function of that name does the chunking itself",
         "Function": "autograd is to keep, or not to keep, what it keeps by itself",

@@ -21,6 +21,7 @@ FUSED = Assignment(
     adapter=fused,
     settings=checks.SETTINGS,
     shiftable="loss",
+    to_be_used=("Function",),
     to_review={
         "linear_cross_entropy": "PyTorch's own function of that name is fused already",
         "checkpoint": "chunks are to be consumed, not made again",

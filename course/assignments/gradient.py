@@ -6,6 +6,7 @@ those that use it.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -74,7 +75,7 @@ def ignored_rows(subject: Subject) -> Finding:
     y = targets(ignored=3)
     found = ask(subject).one("dlogits", logits(), y)
     if not found[y >= 0].any(1).all():
-        return Finding(float("nan"), 0.0, "rows of tokens that count are zero")
+        return Finding(math.inf, 0.0, "rows of tokens that count are zero")
     return exactly("dlogits(z, y) at ignored rows", found[y < 0], torch.zeros(int((y < 0).sum()), WORDS), 0.0)
 
 
@@ -82,7 +83,7 @@ def divisor(subject: Subject) -> Finding:
     y = targets(ignored=3)
     own = ask(subject).one("dlogits", logits()[y >= 0], y[y >= 0])
     if not own.any():
-        return Finding(float("nan"), 0.0, "the gradient of the tokens that count is zero")
+        return Finding(math.inf, 0.0, "the gradient of the tokens that count is zero")
     return exactly("dlogits(z, y) at rows that count", ask(subject).one("dlogits", logits(), y)[y >= 0], own)
 
 
@@ -93,11 +94,11 @@ def head(part: str, subject: Subject) -> Finding:
     if part == "loss":
         losses = ask(subject).one("token_losses", z, y)
         if not losses.any():
-            return Finding(float("nan"), 0.0, "token_losses is zero")
+            return Finding(math.inf, 0.0, "token_losses is zero")
         return exactly("the loss", found["loss"], losses.mean())
     dlogits = ask(subject).one("dlogits", z, y)
     if not dlogits.any():
-        return Finding(float("nan"), 0.0, "dlogits is zero")
+        return Finding(math.inf, 0.0, "dlogits is zero")
     return exactly(part, found[part], dlogits @ w if part == "dx" else dlogits.mT @ x)
 
 

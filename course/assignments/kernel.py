@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +20,7 @@ from ..sandbox import Sandbox
 ROW = "02-the-gradient"
 WORDS = 128  # a power of two: a block of so many needs no mask
 IGNORED = -100
-NOTHING = Finding(
-    float("nan"), 0.0, "the logits were left as they are, or overwritten by zeros or by what is no number"
-)
+NOTHING = Finding(math.inf, 0.0, "the logits were left as they are, or overwritten by zeros or by what is no number")
 
 
 def kernel(sandbox: Sandbox) -> RowKernel:
@@ -125,6 +125,7 @@ KERNEL = Assignment(
     settings={"block": WORDS},
     modules=("torch", "triton", "triton.language"),
     environment={"TRITON_INTERPRET": "1"},
+    to_be_used=("jit",),
     to_review={
         "softmax": "tl.softmax and torch.softmax do what the kernel is to do",
         "log_softmax": "the kernel is to do this",
