@@ -58,6 +58,11 @@ class RowStats(NamedTuple):
     target_logit: Tensor
     smooth_sum: Tensor | None
 
+    def of(self, rows: slice) -> RowStats:
+        """The statistics of some of the rows."""
+        smooth_sum = None if self.smooth_sum is None else self.smooth_sum[rows]
+        return RowStats(self.max[rows], self.sumexp[rows], self.target_logit[rows], smooth_sum)
+
 
 class GradCoefficients(NamedTuple):
     """dz_j = probability · p_j − target · 1[j = y] − smooth · w_j; each (C,), zero for an ignored row."""

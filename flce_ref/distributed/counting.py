@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Those of torch.distributed, and those that DTensor makes.
+_NAMESPACES = ("c10d", "_c10d_functional")
+_SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
+
 
 class Collective(NamedTuple):
     """One collective of one rank: its name (``"allreduce_"``), and the tensor that this rank put in."""
@@ -46,11 +50,17 @@ class _Counter(TorchDispatchMode):
         self.seen: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            # Where a collective has an output list, it comes first and what is put in second.
-            tensors = [a for a in args if isinstance(a, Tensor) or (isinstance(a, list) and a)]
-            put_in = tensors[-1] if tensors else None
-            for tensor in put_in if isinstance(put_in, list) else [put_in]:
-                if isinstance(tensor, Tensor):
-                    self.seen.append(Collective(func._schema.name.split("::")[1], tuple(tensor.shape), tensor.dtype))
+        name = func._schema.name.split("::")[1]
+        if func.namespace in _NAMESPACES and name not in _SENDS_NOTHING:
+            # A collective with outputs of its own has them first, and what is put in second.
+            given = [tensors for argument in args if (tensors := list(_tensors_in(argument)))]
+            self.seen += [Collective(name, tuple(t.shape), t.dtype) for t in given[-1]]
         return func(*args, **(kwargs or {}))
+
+
+def _tensors_in(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from _tensors_in(item)

@@ -19,6 +19,13 @@ _BLOCK_BYTES = 16 * 2**20
 
 def row_stats(tile: Tensor, target: Tensor, first_column: int, objective: Objective) -> RowStats:
     """Statistics of each row of ``tile`` (C, T), raw logits of columns first_column … first_column + T − 1."""
+    parts = [_stats_of_block(tile[rows], target[rows], first_column, objective) for rows in _row_blocks(tile)]
+    row_max, sumexp, target_logit, smooth_sum = zip(*parts)
+    smooth = torch.cat(smooth_sum) if objective.label_smoothing else None
+    return RowStats(torch.cat(row_max), torch.cat(sumexp), torch.cat(target_logit), smooth)
+
+
+def _stats_of_block(tile: Tensor, target: Tensor, first_column: int, objective: Objective) -> RowStats:
     z = _capped(tile, objective)
     row_max = z.amax(dim=1)
     shift = finite_shift(row_max)
@@ -35,6 +42,14 @@ def write_grad_(
     tile: Tensor, target: Tensor, first_column: int, stats: RowStats, by: GradCoefficients, objective: Objective
 ) -> None:
     """Overwrite raw logits ``tile`` (C, T) by their gradient; ``stats`` are those of the whole row."""
+    for rows in _row_blocks(tile):
+        by_block = GradCoefficients(*(coefficient[rows] for coefficient in by))
+        _write_grad_of_block_(tile[rows], target[rows], first_column, stats.of(rows), by_block, objective)
+
+
+def _write_grad_of_block_(
+    tile: Tensor, target: Tensor, first_column: int, stats: RowStats, by: GradCoefficients, objective: Objective
+) -> None:
     z = _capped(tile, objective)
     slope = None if objective.softcap is None else 1 - (z / objective.softcap).square_()
     grad = z.sub_(finite_shift(stats.max)[:, None]).exp_().mul_((by.probability / stats.sumexp)[:, None])
@@ -62,13 +77,14 @@ def cross_entropy_(
     """Loss and lse of each row of ``logits`` (C, V); with ``write_grad`` the logits become their own gradient."""
     loss = torch.empty(logits.shape[0], dtype=_accumulation_dtype(logits), device=logits.device)
     lse = torch.empty_like(loss)
-    for rows in row_blocks(logits):
+    for rows in _row_blocks(logits):
         block, y = logits[rows], target[rows]
-        stats = row_stats(block, y, 0, objective)
+        stats = _stats_of_block(block, y, 0, objective)
         loss[rows], lse[rows] = row_loss(stats, y, objective)
         if write_grad:
             upstream = [None if g is None else g[rows] for g in (grad_loss, grad_lse)]
-            write_grad_(block, y, 0, stats, grad_coefficients(lse[rows], y, objective, *upstream), objective)
+            by = grad_coefficients(lse[rows], y, objective, *upstream)
+            _write_grad_of_block_(block, y, 0, stats, by, objective)
     return loss, lse
 
 
@@ -100,8 +116,8 @@ def _target_column(target: Tensor, first_column: int, width: int) -> tuple[Tenso
     return (column >= 0) & (column < width), column.clamp(0, width - 1)
 
 
-def row_blocks(logits: Tensor) -> Iterator[slice]:
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
     rows, columns = logits.shape
     step = max(1, _BLOCK_BYTES // (4 * columns))
-    for start in range(0, rows, step):
+    for start in range(0, max(rows, 1), step):  # no row is one empty block
         yield slice(start, start + step)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.eager import row_blocks, row_stats, write_grad_
+from ..kernels.eager import row_stats, write_grad_
 from ..kernels.ops import accumulate_product_
-from ..objective import GradCoefficients, Objective, RowStats, grad_coefficients, moved, row_loss
+from ..objective import Objective, RowStats, grad_coefficients, moved, row_loss
 from .fused import Consumed
 from .plan import Plan
 
@@ -75,12 +75,7 @@ class Shard:
             upstream = (None if g is None else g[rows] for g in (grad_loss, grad_lse))
             if v:
                 by = grad_coefficients(lse[rows], y, objective, *upstream)
-                for block in row_blocks(logits):
-                    of_block = [[t if t is None else t[block] for t in group] for group in (stats, by)]
-                    write_grad_(
-                        logits[block], y[block], self.first_word,
-                        RowStats(*of_block[0]), GradCoefficients(*of_block[1]), objective,
-                    )  # fmt: skip
+                write_grad_(logits, y, self.first_word, stats, by, objective)
             dlogits = logits
 
             # Third all-reduce: started as soon as this rank's part of the sum is there, awaited after the last chunk.
@@ -100,8 +95,7 @@ class Shard:
     def _of_own_words(self, logits: Tensor, target: Tensor, objective: Objective) -> RowStats:
         """Statistics of this rank's columns; those of no columns are −∞ and sums of nothing."""
         if logits.shape[1]:
-            parts = [row_stats(logits[b], target[b], self.first_word, objective) for b in row_blocks(logits)]
-            return RowStats(*(None if p[0] is None else torch.cat(p) for p in zip(*parts)))
+            return row_stats(logits, target, self.first_word, objective)
         zero = logits.new_zeros(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
         return RowStats(torch.full_like(zero, float("-inf")), zero, zero, zero if objective.label_smoothing else None)
 

@@ -148,7 +148,8 @@ def under_ddp(world: World) -> None:
 def reduce_scatter_averages(world: World) -> bool:
     """Older PyTorch's gloo sums where FSDP asks for an average, silently (pytorch/pytorch issue 162338)."""
     got = torch.zeros(1, device=world.device)
-    dist.reduce_scatter_tensor(got, torch.ones(world.size, device=world.device), op=dist.ReduceOp.AVG)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its old name
+    reduce_scatter(got, torch.ones(world.size, device=world.device), op=dist.ReduceOp.AVG)
     return got.item() == 1
 
 

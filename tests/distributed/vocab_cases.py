@@ -239,6 +239,24 @@ def what_is_sent_for_words(world: World) -> None:
     check(world, *problem(N, D, v, device=world.device), [4] * world.size, trust_ranks=True)
 
 
+@case(sizes={2})
+def collectives_of_every_shape_are_counted(world: World) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+    x = distribute_tensor(torch.zeros(4, 3, device=world.device), mesh, [Shard(0)])
+    pair, one = torch.zeros(2, 3, device=world.device), torch.zeros(3, device=world.device)
+    with count_collectives() as sent:
+        x.redistribute(placements=[Replicate()]).to_local().sum()
+        dist.broadcast(pair, 0)
+        dist.all_gather([one, one.clone()], one)
+        dist.reduce_scatter(one, [one, one.clone()])
+        dist.barrier()
+    assert [c.shape for c in sent] == [(2, 3), (2, 3), (3,), (3,), (3,)], sent
+    assert sent[0].bytes == 24 and "all_gather" in sent[0].name
+
+
 @case()
 def weights_that_are_dtensors(world: World) -> None:
     from torch.distributed.device_mesh import init_device_mesh
