@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,6 @@ KERNELS = ("cuda", "triton", "eager")
 
 #: What the two fast kernels compute in float32 and store in.
 FAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-RowKernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 def available() -> dict[str, str]:
@@ -62,8 +61,11 @@ def why(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     return f"kernel {chosen}, the first that can run" + (f" ({reasons})" if reasons else "")
 
 
-def implementation(kernel: str, logits: Tensor) -> RowKernel:
-    """The row kernel that runs for ``kernel`` on ``logits`` (C, V), whatever their strides."""
+def implementation(kernel: str, logits: Tensor, function: str = "cross_entropy_") -> Callable[..., Any]:
+    """The ``function`` of the contract that runs for ``kernel`` on ``logits`` (C, V), whatever their strides.
+
+    Where a kernel has none for tiles of columns (``row_stats``, ``write_grad_``), the eager one.
+    """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         if kernel not in ("auto", "eager"):
             raise ValueError(
@@ -71,8 +73,10 @@ def implementation(kernel: str, logits: Tensor) -> RowKernel:
                 "accepted are 'auto' and 'eager'"
             )
         kernel = "eager"
-    name = resolve(kernel, logits.device, logits.dtype)
-    run: RowKernel = importlib.import_module(f".{name}", __name__).cross_entropy_
+    module = importlib.import_module(f".{resolve(kernel, logits.device, logits.dtype)}", __name__)
+    if not hasattr(module, function):
+        module = importlib.import_module(".eager", __name__)
+    run: Callable[..., Any] = getattr(module, function)
     return run
 
 

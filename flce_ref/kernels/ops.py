@@ -1,7 +1,8 @@
-"""The two operations a chunk is made of, as PyTorch custom ops.
+"""The operations a chunk is made of, as PyTorch custom ops.
 
 A custom op is what ``torch.compile`` and CUDA graphs see as one step that overwrites one buffer, and what the memory
-simulator books as one kernel. Both overwrite their first argument and allocate nothing of its size.
+simulator books as one kernel. None allocates anything of the size of the logits; those that end in ``_`` overwrite
+their first argument.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..objective import Objective
+from ..objective import GradCoefficients, Objective, RowStats
 from . import implementation
 
 # A block of the left factor, copied to the accumulator's dtype where the device has no mixed-precision product.
@@ -52,13 +53,95 @@ def _cross_entropy_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     objective = Objective(logits.shape[1], ignore_index, label_smoothing, z_loss, softcap, class_weight)
-    return implementation(kernel, logits)(logits, target, objective, grad_loss, grad_lse, write_grad)
+    loss, lse = implementation(kernel, logits)(logits, target, objective, grad_loss, grad_lse, write_grad)
+    return loss, lse
 
 
 @_cross_entropy_op.register_fake
 def _(logits: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
     row = torch.empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     return row, torch.empty_like(row)
+
+
+def row_stats(tile: Tensor, target: Tensor, first_column: int, objective: Objective, kernel: str) -> RowStats:
+    """Statistics of each row of ``tile`` (C, T), the raw logits of columns first_column … first_column + T − 1."""
+    o = objective
+    row_max, sumexp, target_logit, smooth_sum = _row_stats_op(
+        tile, target, o.class_weight, first_column, o.vocab_size, o.label_smoothing, o.softcap, kernel
+    )
+    return RowStats(row_max, sumexp, target_logit, smooth_sum if o.label_smoothing else None)
+
+
+@torch.library.custom_op("flce_ref::row_stats", mutates_args=())
+def _row_stats_op(
+    tile: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first_column: int,
+    vocab_size: int,
+    label_smoothing: float,
+    softcap: float | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    objective = Objective(vocab_size, 0, label_smoothing, 0.0, softcap, class_weight)
+    stats = implementation(kernel, tile, "row_stats")(tile, target, first_column, objective)
+    row_max, sumexp, target_logit, smooth_sum = stats
+    return row_max, sumexp, target_logit, row_max.new_empty(0) if smooth_sum is None else smooth_sum
+
+
+@_row_stats_op.register_fake
+def _(
+    tile: Tensor, target: Tensor, class_weight: Tensor | None, first_column: int, vocab_size: int,
+    label_smoothing: float, softcap: float | None, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, dtype = tile.shape[0], torch.promote_types(tile.dtype, torch.float32)
+    row_max, sumexp, target_logit = (tile.new_empty(rows, dtype=dtype) for _ in range(3))
+    return row_max, sumexp, target_logit, tile.new_empty(rows if label_smoothing else 0, dtype=dtype)
+
+
+def write_grad_(
+    tile: Tensor,
+    target: Tensor,
+    first_column: int,
+    stats: RowStats,
+    by: GradCoefficients,
+    objective: Objective,
+    kernel: str,
+) -> None:
+    """Overwrite raw logits ``tile`` (C, T) by their gradient; ``stats`` are those of whole rows, over all columns."""
+    o = objective
+    _write_grad_op(
+        tile, target, stats.max, stats.sumexp, *by, o.class_weight, first_column, o.vocab_size, o.ignore_index,
+        o.label_smoothing, o.softcap, kernel,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("flce_ref::write_grad_", mutates_args={"tile"})
+def _write_grad_op(
+    tile: Tensor,
+    target: Tensor,
+    row_max: Tensor,
+    sumexp: Tensor,
+    on_probability: Tensor,
+    on_target: Tensor,
+    on_smooth: Tensor,
+    class_weight: Tensor | None,
+    first_column: int,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    kernel: str,
+) -> None:
+    objective = Objective(vocab_size, ignore_index, label_smoothing, 0.0, softcap, class_weight)
+    stats = RowStats(row_max, sumexp, row_max, None)  # of the target's logit and the smoothed sum only losses are made
+    by = GradCoefficients(on_probability, on_target, on_smooth)
+    implementation(kernel, tile, "write_grad_")(tile, target, first_column, stats, by, objective)
+
+
+@_write_grad_op.register_fake
+def _(tile: Tensor, *_args: object, **_kwargs: object) -> None:
+    return None
 
 
 @torch.library.custom_op("flce_ref::accumulate_product_", mutates_args={"out"})

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.eager import row_stats, write_grad_
-from ..kernels.ops import accumulate_product_
+from ..kernels.ops import accumulate_product_, row_stats, write_grad_
 from ..objective import Objective, RowStats, grad_coefficients, moved, row_loss
 from .fused import Consumed
 from .plan import Plan
@@ -68,14 +67,14 @@ class Shard:
                 torch.addmm(bias, x, weight.T, out=logits)
 
             # First and second all-reduce: the statistics of whole rows. Everyone waits for the slowest here.
-            stats = self._of_whole_rows(self._of_own_words(logits, y, objective), v, y, objective)
+            stats = self._of_whole_rows(self._of_own_words(logits, y, objective, plan.kernel), v, y, objective)
             loss[rows], lse[rows] = row_loss(stats, y, objective)
             if not any(needs):
                 continue
             upstream = (None if g is None else g[rows] for g in (grad_loss, grad_lse))
             if v:
                 by = grad_coefficients(lse[rows], y, objective, *upstream)
-                write_grad_(logits, y, self.first_word, stats, by, objective)
+                write_grad_(logits, y, self.first_word, stats, by, objective, plan.kernel)
             dlogits = logits
 
             # Third all-reduce: started as soon as this rank's part of the sum is there, awaited after the last chunk.
@@ -92,10 +91,10 @@ class Shard:
             work.wait()
         return Consumed(loss, lse, dx, dw, db)
 
-    def _of_own_words(self, logits: Tensor, target: Tensor, objective: Objective) -> RowStats:
+    def _of_own_words(self, logits: Tensor, target: Tensor, objective: Objective, kernel: str) -> RowStats:
         """Statistics of this rank's columns; those of no columns are −∞ and sums of nothing."""
         if logits.shape[1]:
-            return row_stats(logits, target, self.first_word, objective)
+            return row_stats(logits, target, self.first_word, objective, kernel)
         zero = logits.new_zeros(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
         return RowStats(torch.full_like(zero, float("-inf")), zero, zero, zero if objective.label_smoothing else None)
 
