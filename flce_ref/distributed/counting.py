@@ -33,11 +33,11 @@ class Collective(NamedTuple):
 
 @contextmanager
 def count_collectives() -> Iterator[list[Collective]]:
-    """The collectives started inside the ``with``, those of backward included, in order::
+    """A list that fills with the collectives started inside the ``with``, those of backward included, in order.
 
-    with count_collectives() as sent:
-        vocab_parallel_linear_cross_entropy(x, words, y).backward()
-    print(sum(c.bytes for c in sent))
+    >>> with count_collectives() as sent:  # doctest: +SKIP
+    ...     vocab_parallel_linear_cross_entropy(x, words, y).backward()
+    >>> sum(c.bytes for c in sent)  # doctest: +SKIP
     """
     counter = _Counter()
     with counter:
