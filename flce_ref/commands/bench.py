@@ -78,6 +78,7 @@ def _sizes(args: argparse.Namespace, device: torch.device) -> tuple[int, int, in
     """N, V, D and dtype that were asked for, else ones that suit the device."""
     import torch
 
+    from flce_ref.machine import half_dtype
     from flce_ref.models import get
 
     if bool(args.vocab) != bool(args.hidden) or (args.model and args.vocab):
@@ -87,8 +88,7 @@ def _sizes(args: argparse.Namespace, device: torch.device) -> tuple[int, int, in
     else:
         gpu = torch.cuda.get_device_properties(device)
         tokens, (vocab, hidden) = 2048 if gpu.total_memory < _SMALL_GPU else 8192, (151552, 2048)
-        # By capability, for torch.cuda.is_bf16_supported is also true where bfloat16 is emulated.
-        best = torch.bfloat16 if gpu.major >= 8 else torch.float16
+        best = half_dtype((gpu.major, gpu.minor))
     if args.model:
         try:
             model = get(args.model)
