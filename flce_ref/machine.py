@@ -6,10 +6,13 @@ be tried without the hardware.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from flce_ref.kernels import available
 
 GIB = 2**30
 FEWEST_TOKENS = 256
@@ -72,6 +75,22 @@ def this_machine() -> Machine:
     if not torch.cuda.is_available():
         return Machine("cpu", "CPU", torch.bfloat16)
     return Machine("cuda", torch.cuda.get_device_name(), half_dtype(torch.cuda.get_device_capability()))
+
+
+def what_is_missing() -> list[str]:
+    """What a lab can do without but would use, and how to get it without replacing PyTorch; one sentence each."""
+    advice = []
+    if importlib.util.find_spec("matplotlib") is None:
+        advice.append("Figures need matplotlib: pip install matplotlib")
+    if torch.cuda.is_available():
+        major = (torch.version.cuda or "").partition(".")[0]
+        pip = f"pip install --no-deps cuda-core cuda-pathfinder cuda-bindings=={major}.*"
+        usable = available()
+        if usable["cuda"] != "usable":
+            advice.append(f"The kernel in CUDA C++ can't be used here ({usable['cuda']}): {pip}")
+        if usable["triton"] != "usable":
+            advice.append(f"The kernel in Triton can't be used here ({usable['triton']})")
+    return advice
 
 
 def half_dtype(capability: tuple[int, int]) -> torch.dtype:
