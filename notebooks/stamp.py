@@ -76,6 +76,14 @@ class Origin:
         """The address that opens the stamped copy of the notebook at `path` on Colab."""
         return f"https://colab.research.google.com/github/{self.repository}/blob/{BRANCH}/{self.revision}/{path}"
 
+    def page(self, path: str) -> str:
+        """The address of what is at `path` in the repository: its page if it has one, else the file on GitHub."""
+        if handout := re.fullmatch(r"course/handouts/(\d)_(\w+)\.md", path):
+            path = f"book/course-{handout[1]}-{handout[2]}.md"
+        if re.fullmatch(r"(book/[\w-]+\.md|notebooks/[\w-]+\.ipynb)", path):
+            return f"{self.pages}/{path.rpartition('.')[0]}.html"
+        return f"https://github.com/{self.repository}/blob/{self.revision}/{path}"
+
 
 def origin(repository: str | None = None, revision: str | None = None, pages: str | None = None) -> Origin | None:
     """What is given, else what the build service says, else what the clone says; None if it comes from no GitHub."""
@@ -108,13 +116,9 @@ def paths() -> list[str]:
 
 
 def stamped(notebook: dict[str, Any], path: str, where: Origin) -> dict[str, Any]:
-    """A copy of the notebook that was at `path` in the repository, with the two cells in front."""
+    """A copy of the notebook at `path` in the repository, two cells in front, links to its neighbours made absolute."""
     folder = path.rpartition("/")[0]
-    page = (
-        f"{where.pages}/{path.removesuffix('.ipynb')}.html"
-        if folder == "notebooks"
-        else f"{where.pages}/book/course.html"
-    )
+    page = where.page(path) if folder == "notebooks" else where.page("book/course.md")
     commit = f"https://github.com/{where.repository}/tree/{where.revision}"
     badge = f"[![Open on Colab](https://colab.research.google.com/assets/colab-badge.svg)]({where.colab(path)})"
     text = (
@@ -122,6 +126,9 @@ def stamped(notebook: dict[str, Any], path: str, where: Origin) -> dict[str, Any
     )
     code = INSTALL.format(repository=where.repository, revision=where.revision, folder=folder)
     result = copy.deepcopy(notebook)
+    for cell in result["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = [_absolute_links(line, folder, where) for line in cell["source"]]
     result["cells"] = [
         {"cell_type": "markdown", "id": "stamp-1", "metadata": {}, "source": text.splitlines(keepends=True)},
         {
@@ -131,6 +138,13 @@ def stamped(notebook: dict[str, Any], path: str, where: Origin) -> dict[str, Any
         *result["cells"],
     ]  # fmt: skip
     return result
+
+
+def _absolute_links(line: str, folder: str, where: Origin) -> str:
+    def absolute(found: re.Match[str]) -> str:
+        return f"]({where.page(os.path.normpath(f'{folder}/{found[1]}'))}{found[2] or ''})"
+
+    return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)", absolute, line)
 
 
 def write(out: Path, where: Origin) -> None:
