@@ -14,7 +14,7 @@ __device__ float gradient(float z, const Stats& s, bool is_target) {
     return exponential(z - s.max) / s.sumexp - (is_target ? 1.0f : 0.0f);
 }
 
-// [row-loop] 1. One thread takes a whole row and goes over it three times. Neighbouring threads are a row apart in memory,
+// 1. One thread takes a whole row and goes over it three times. Neighbouring threads are a row apart in memory,
 // so each of their loads fetches a sector of 32 bytes for the 2 that it wants.
 extern "C" __global__ void row_loop(Scalar* logits, int rows, int V, const long long* target, float* loss) {
     const int row = blockIdx.x * THREADS + threadIdx.x;
@@ -29,7 +29,7 @@ extern "C" __global__ void row_loop(Scalar* logits, int rows, int V, const long 
 }
 // [end]
 
-// [coalesced] 2. One block takes a row: neighbouring threads read neighbouring logits, and a warp's 32 loads are two full
+// 2. One block takes a row: neighbouring threads read neighbouring logits, and a warp's 32 loads are two full
 // sectors. Still three passes, each with a reduction over the block.
 extern "C" __global__ void coalesced(Scalar* logits, int rows, int V, const long long* target, float* loss) {
     Scalar* z = logits + (long long)blockIdx.x * V;
@@ -55,7 +55,7 @@ __device__ void store_gradient(uint4* vector, int column, uint4 v, const Stats& 
     *vector = pack(z);
 }
 
-// [online] 3. The online softmax: maximum and sum in one pass, so two passes in all; and 16 bytes a load.
+// 3. The online softmax: maximum and sum in one pass, so two passes in all; and 16 bytes a load.
 extern "C" __global__ void online(Scalar* logits, int rows, int V, const long long* target, float* loss) {
     Scalar* row = logits + (long long)blockIdx.x * V;
     uint4* vectors = (uint4*)row;
@@ -73,7 +73,7 @@ extern "C" __global__ void online(Scalar* logits, int rows, int V, const long lo
 }
 // [end]
 
-// [on-chip] 4. The row stays in the shared memory of CLUSTER blocks from the first pass to the second: it is read from
+// 4. The row stays in the shared memory of CLUSTER blocks from the first pass to the second: it is read from
 // memory once and written once, which is all that has to be moved.
 extern __shared__ uint4 held[];
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +41,8 @@ def look_up(document: Any, path: str) -> Any:
     """
     for step in (part.strip() for part in path.split("/")):
         if isinstance(document, list) and "=" in step:
-            conditions = [condition.split("=", 1) for condition in step.split(",")]
+            # A comma may also stand inside a value: only one before the next key separates.
+            conditions = [condition.split("=", 1) for condition in re.split(r",(?=\s*\w+=)", step)]
             wanted = {key.strip(): _parsed(value) for key, value in conditions}
             found = [row for row in document if all(row.get(key) == value for key, value in wanted.items())]
             if len(found) != 1:

@@ -55,6 +55,8 @@ def read_json(name: str) -> Any:
 
 def main() -> None:
     import one_naive_step
+    import the_chunk
+    import the_kernel
     import the_plateau
     import the_spike
     import whole_steps
@@ -68,6 +70,12 @@ def main() -> None:
         "chunked-step": the_plateau.chunked_step,
         "plateau": the_plateau.plateau,
         "dw-error": the_plateau.dw_error,
+        "kernel-versions": the_kernel.kernel_versions,
+        "roofline": the_kernel.roofline,
+        "memory-and-time": the_chunk.memory_and_time,
+        "parts-of-a-chunk": the_chunk.parts_of_a_chunk,
+        "lengths": the_chunk.lengths,
+        "chunk-tables": the_chunk.tables,
     }
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(makers)}; all without")
