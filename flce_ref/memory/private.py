@@ -7,6 +7,8 @@ so that a PyTorch without it costs accuracy (which the Timeline's notes say), no
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +53,19 @@ def holders(tensor: Tensor) -> tuple[int, int] | None:
     if storage_users is None or tensor_users is None:
         return None
     return storage_users(tensor.untyped_storage()._cdata), tensor_users()
+
+
+def register_rules_of_collectives() -> None:
+    """Let PyTorch's collectives run on fake tensors in a process that uses them.
+
+    Newer versions register the rules by themselves; 2.8 does when this module of a tool of its own is imported. Without
+    them: a step with collectives can't be simulated.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if importlib.util.find_spec("torch.distributed._meta_registrations") is None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch.distributed._tools.fake_collectives")
 
 
 def run_shape_rule(mode: FakeTensorMode, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

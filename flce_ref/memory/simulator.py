@@ -92,6 +92,7 @@ def simulate(
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     name = title or str(getattr(step, "__name__", type(step).__name__))
     names = input_names(step, inputs, labels)
+    private.register_rules_of_collectives()
     with _no_collection(), FakeTensorMode() as fakes, FakeInputs(names) as given:
         arguments = [given.fake(value, label) for value, label in zip(inputs, names)]
         module = given.fake(step, "") if isinstance(step, nn.Module) else None
