@@ -148,11 +148,15 @@ def _absolute_links(line: str, folder: str, where: Origin) -> str:
 
 
 def write(out: Path, where: Origin) -> None:
-    """Stamp every notebook into `out`, at the same relative path as in the repository."""
+    """Stamp every notebook into `out`, at the same relative path as in the repository, and without outputs: it is there
+    to be run."""
     for path in paths():
         target = out / path
         target.parent.mkdir(parents=True, exist_ok=True)
         notebook = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell.update(outputs=[], execution_count=None)
         target.write_text(
             json.dumps(stamped(notebook, path, where), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
         )

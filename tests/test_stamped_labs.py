@@ -115,6 +115,16 @@ def test_every_notebook_is_stamped_and_none_is_in_the_repository(path: str) -> N
     assert [link for link in relative if "/" in link] == []
 
 
+def test_what_colab_opens_has_no_outputs(tmp_path: Path) -> None:
+    arguments = ["--repository", FORK.repository, "--revision", FORK.revision, "--out", str(tmp_path)]
+    assert stamp.main(arguments) == 0
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.ipynb"))
+    assert written == sorted(stamp.paths())
+    cells = json.loads((tmp_path / LAB).read_text(encoding="utf-8"))["cells"]
+    assert [cell["outputs"] for cell in cells if cell["cell_type"] == "code" and cell["outputs"]] == []
+    assert code({"cells": cells}) == code(stamped())
+
+
 def test_links_lead_to_pages_or_files() -> None:
     assert FORK.page("book/05-fusing.md") == "https://someone.github.io/Fork/book/05-fusing.html"
     assert FORK.page("course/handouts/3_fused.md") == "https://someone.github.io/Fork/book/course-3-fused.html"
@@ -161,10 +171,15 @@ def test_a_page_has_a_button_only_if_the_repository_is_known(monkeypatch: pytest
     sys.path.insert(0, str(ROOT / "book" / "_ext"))
     stamped_labs = pytest.importorskip("stamped_labs", reason="needs Sphinx")
     app = SimpleNamespace(config=SimpleNamespace(html_baseurl=""), builder=SimpleNamespace(format="html"))
-    for where, docname, buttons in ((FORK, LAB[:-6], 1), (None, LAB[:-6], 0), (FORK, "book/05-fusing", 0)):
+    starter = "course/starters/2_chunking.ipynb"
+    for where, docname, opened in (
+        (FORK, LAB[:-6], [LAB]),
+        (FORK, "book/course-2-chunking", [starter]),
+        (FORK, "book/05-fusing", []),
+        (None, LAB[:-6], []),
+    ):
         monkeypatch.setattr(stamp, "origin", lambda pages, where=where: where)
         page = utils.new_document("page")
         page += nodes.section("", nodes.title("", "Lab"), nodes.paragraph("", "text"))
         stamped_labs.add_button(app, page, docname)
-        found = [node["refuri"] for node in page.findall(nodes.reference)]
-        assert found == [FORK.colab(LAB)] * buttons
+        assert [node["refuri"] for node in page.findall(nodes.reference)] == [FORK.colab(path) for path in opened]

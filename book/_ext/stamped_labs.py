@@ -1,13 +1,14 @@
 """Sphinx extension: every lab opens on Colab from its page, with the library in the version of the page.
 
-Under a lab's title stands a button that opens its stamped copy on Colab, and the notebook that the page offers for
-download is stamped too (see ``notebooks/stamp.py``). Where the build doesn't know which GitHub repository it is of,
-there is no button, and the download is the notebook as it is.
+Under the title of a lab, or of an assignment, stands a button that opens the stamped notebook on Colab, and the lab
+that a page offers for download is stamped too (see ``notebooks/stamp.py``). Where the build doesn't know which GitHub
+repository it is of, there is no button, and the download is the notebook as it is.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -20,9 +21,16 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import stamp  # noqa: E402
 
 
+def notebook_of(docname: str) -> str:
+    """The notebook that is run from a page: the lab itself, or an assignment's starter from its handout."""
+    if handout := re.fullmatch(r"book/course-(\d)-(\w+)", docname):
+        return f"course/starters/{handout[1]}_{handout[2]}.ipynb"
+    return f"{docname}.ipynb"
+
+
 def add_button(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Insert the button after the title of a lab."""
-    where, path = stamp.origin(pages=app.config.html_baseurl), f"{docname}.ipynb"
+    """Insert the button after the title of a lab or of a handout."""
+    where, path = stamp.origin(pages=app.config.html_baseurl), notebook_of(docname)
     if where is None or path not in stamp.paths() or app.builder.format != "html":
         return
     title = next(doctree.findall(nodes.title))
