@@ -59,6 +59,7 @@ def main() -> None:
     import the_kernel
     import the_plateau
     import the_spike
+    import the_suite
     import whole_steps
 
     makers: dict[str, Callable[[], None]] = {
@@ -76,6 +77,7 @@ def main() -> None:
         "parts-of-a-chunk": the_chunk.parts_of_a_chunk,
         "lengths": the_chunk.lengths,
         "chunk-tables": the_chunk.tables,
+        "suite-tables": the_suite.tables,
     }
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(makers)}; all without")
