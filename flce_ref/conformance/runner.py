@@ -50,7 +50,7 @@ def run(
     only: Iterable[str | Check] | None = None,
     name: str | None = None,
 ) -> Report:
-    """`verify`, restricted to the checks in `only`, each an id or a check of the caller's own; `name` is the report's."""
+    """`verify`, restricted to the checks in `only`, ids or checks of the caller's own; `name` is the report's."""
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     try:
