@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbformat.v4 import new_code_cell, new_notebook
 
 from flce_ref.machine import GIB, Machine, this_machine
 from flce_ref.memory import head_inputs, simulate
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "notebooks"))
 
 
 def pretend(
@@ -84,3 +92,34 @@ def test_a_t4_has_room_for_the_naive_step_of_the_labs(monkeypatch: pytest.Monkey
         return simulate(loss, *head_inputs(n, 151_552, 2048, machine.half)).peak_bytes
 
     assert machine.tokens(16384, needs) == 8192
+
+
+def test_a_lab_runs_as_if_on_another_machine(tmp_path: Path) -> None:
+    from run_pretended import MACHINES, run
+
+    source = (
+        "from flce_ref.machine import this_machine\n"
+        "machine = this_machine()\n"
+        "if machine.tokens(2**20, lambda n: n * 2**20):\n"
+        "    raise RuntimeError('there is no such GPU')\n"
+        "assert machine.device == 'cpu'"
+    )
+    path = tmp_path / "lab.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell(source)]), path)
+    found = run(path, MACHINES["T4"])
+    assert found["ran"] and found["chosen"] == [{"tokens": 2**13, "of": 2**20, "GiB": 8.0, "dtype": "float16"}]
+    nbformat.write(new_notebook(cells=[new_code_cell("1 / 0")]), path)
+    assert run(path, None) == {"ran": False, "error": "ZeroDivisionError: division by zero"}
+
+
+def test_what_the_labs_chose_on_pretended_machines_fits_them() -> None:
+    document = json.loads((ROOT / "book/data/labs/pretended.json").read_text(encoding="utf-8"))
+    assert "2.8.0" in document["runs"]
+    for one in document["runs"].values():
+        assert set(one["labs"]) == {"none", *document["machines"]}
+        assert all(found["ran"] for by_lab in one["labs"].values() for found in by_lab.values())
+        for name, (_, capability, free) in document["machines"].items():
+            chosen = [choice for found in one["labs"][name].values() for choice in found["chosen"]]
+            assert len(chosen) >= 4
+            assert {choice["dtype"] for choice in chosen} == {"bfloat16" if capability[0] >= 8 else "float16"}
+            assert all(0 < choice["tokens"] <= choice["of"] and choice["GiB"] < free for choice in chosen)
