@@ -1,0 +1,1 @@
+"""The fused loss inside other libraries; each module needs the library it is named after."""
