@@ -59,8 +59,14 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        loss = linear_cross_entropy(self.hidden_states(tokens), self.head.weight, target, schedule=self.schedule)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """What the head is applied to, (B, N, D), of ``tokens`` (B, N)."""
         with label("output of a layer"):
-            x = self.embedding(tokens)  # (1, N, D)
+            x = self.embedding(tokens)
         with label("rotary positions"):
             angles = rotary(tokens.shape[1], self.head_dim, x)
         for layer in self.layers:
@@ -69,10 +75,7 @@ class Decoder(nn.Module):
             else:
                 x = layer(x, angles)
         with label("final norm"):
-            x = self.norm(x)
-        loss = linear_cross_entropy(x, self.head.weight, target, schedule=self.schedule)
-        assert isinstance(loss, Tensor)
-        return loss
+            return self.norm(x)  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -121,11 +124,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = rotated(q, *angles), rotated(k, *angles)  # (1, heads, N, head_dim)
-        if not x.is_cuda and torch.__version__ < "2.9":  # FlashAttention on the CPU had no grouped queries before
+        if not _fused_attention_has_groups(x.device):
             k, v = (t.repeat_interleave(self.q.out_features // self.k.out_features, dim=1) for t in (k, v))
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+def _fused_attention_has_groups(device: torch.device) -> bool:
+    """FlashAttention has grouped queries: on the CPU since PyTorch 2.9, on GPUs since Ampere, which it needs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.__version__ >= "2.9"
 
 
 def rotary(tokens: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
