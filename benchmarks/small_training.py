@@ -12,8 +12,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flce_ref.memory.whole_step import Decoder  # noqa: E402
-from flce_ref.models import Model  # noqa: E402
+from flce_ref.memory.whole_step import Decoder
+from flce_ref.models import Model
 
 # (hidden states (B, N, D), weight of the head (V, D), target (B, N)) → loss
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

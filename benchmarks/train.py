@@ -15,6 +15,7 @@ import gc
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, loss_of: Loss, steps: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     autocast = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     losses, norms = train(model, batches, loss_of, learning_rate=1e-3, autocast=autocast, on_step=on_step)
-    spans = sorted(b - a for a, b in zip(times[2:], times[3:]))
+    spans = sorted(b - a for a, b in pairwise(times[2:]))
     return {
         "parameters": parameters,
         "losses": [round(loss, 6) for loss in losses],
