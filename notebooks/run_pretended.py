@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _add(log: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Put the results of this PyTorch into the log."""
+    """Put the results of this PyTorch into the log; labs that were not run now keep theirs."""
     document = json.loads(log.read_text(encoding="utf-8")) if log.exists() else {}
     version = torch.__version__.partition("+")[0]
     document |= {
@@ -108,11 +108,12 @@ def _add(log: Path, results: dict[str, dict[str, Any]]) -> None:
         "machines": {name: pretended for name, pretended in MACHINES.items() if pretended},
     }
     runs = document.setdefault("runs", {})
+    before = runs.get(version, {}).get("labs", {})
     runs[version] = {
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), "torch": version},
         "system": platform.system(),
-        "labs": results,
+        "labs": {name: before.get(name, {}) | by_lab for name, by_lab in results.items()},
     }
     log.write_text(json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
