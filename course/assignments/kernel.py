@@ -17,7 +17,7 @@ from ..adapters import RowKernel
 from ..marking import Assignment, Item, asked, exactly
 from ..sandbox import Sandbox
 
-ROW = "02-the-gradient"
+GRADIENT, ROW, PRECISION = "02-the-gradient", "07-the-kernel", "06-precision"
 WORDS = 128  # a power of two: a block of so many needs no mask
 IGNORED = -100
 NOTHING = Finding(math.inf, 0.0, "the logits were left as they are, or overwritten by zeros or by what is no number")
@@ -135,28 +135,28 @@ KERNEL = Assignment(
     items=(
         Item("loss", "the loss of each row, in one block", 15,
              (asked("loss", "The loss of a row should be log Σ exp(z − max) − (z[y] − max).", loss),),
-             ROW, "The direction that does not matter"),
+             ROW, "One pass fewer: the online softmax"),
         Item("gradient", "the row overwritten, in one block", 20,
              (asked("gradient", "Each logit should be overwritten by softmax − one-hot.", gradient),),
-             ROW, "One token"),
+             GRADIENT, "One token"),
         Item("blocks", "a row in several blocks", 15,
              (asked("blocks", "Where the maximum rises, what was summed before should be moved to the new one.",
                     blocks),),
-             ROW, "The direction that does not matter", requires=("loss", "gradient")),
+             ROW, "One pass fewer: the online softmax", requires=("loss", "gradient")),
         Item("tail", "a vocabulary that is no multiple of the block", 10,
              (asked("tail", "Loads and stores should be masked beyond the last word.", tail),),
-             ROW, "The direction that does not matter", requires=("loss", "gradient")),
+             ROW, "One contract, three ways", requires=("loss", "gradient")),
         Item("stride", "rows that do not lie side by side", 10,
              (asked("stride", "A row should start at its number times logits.stride(0).", stride),),
-             ROW, "Options: three numbers per row", requires=("loss", "gradient")),
+             ROW, "One contract, three ways", requires=("loss", "gradient")),
         Item("ignored rows", "rows whose target is ignore_index", 10,
              (asked("ignored", "An ignored row should have loss 0 and be overwritten by zeros.", ignored),),
-             ROW, "Options: three numbers per row", requires=("loss", "gradient")),
+             GRADIENT, "Options: three numbers per row", requires=("loss", "gradient")),
         Item("large logits", "a common offset, logits in the thousands", 10,
              (asked("large", "The maximum should be subtracted before exp, and lse never be formed.", large),),
-             ROW, "The direction that does not matter", requires=("loss", "gradient")),
+             GRADIENT, "The direction that does not matter", requires=("loss", "gradient")),
         Item("rounding", "tokens with p ≈ 0.999 in bfloat16", 10,
              (asked("rounding", "The one-hot should be subtracted in float32, before p is rounded.", rounding),),
-             "06-precision", "First place: the one-hot", requires=("loss", "gradient")),
+             PRECISION, "First place: the one-hot", requires=("loss", "gradient")),
     ),
 )  # fmt: skip
