@@ -15,6 +15,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ sys.path.insert(0, str(ROOT))
 
 from flce_ref import kernels  # noqa: E402
 from flce_ref.benchmark import provenance  # noqa: E402
-from flce_ref.kernels import cuda  # noqa: E402
+from flce_ref.kernels import cuda, cuda_tiles  # noqa: E402
 from flce_ref.kernels.cuda import Layout  # noqa: E402
 from tests.kernel_cases import EVERYTHING, check_case, make_case  # noqa: E402
+from tests.tile_cases import check_tiles, run_tiles  # noqa: E402
 
 Launch = Callable[[Tensor], object]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -137,6 +139,8 @@ def smoke() -> list[dict]:
             layout = Layout(cluster, 256, 1, hold, bulk)
             runs.append((str(layout), cuda.cross_entropy_, {"layout": layout}))
     results = []
+    for name in ("cuda_tiles", "triton_tiles"):
+        runs.append((name, partial(check_tiles, importlib.import_module(f"flce_ref.kernels.{name}")), {"width": 1000}))
     for name, kernel, extra in runs:
         failures = []
         for rows, vocab_size in shapes:
@@ -148,7 +152,10 @@ def smoke() -> list[dict]:
                     case = make_case(rows, vocab_size, dtype, device="cuda", **options)
                     for row_stride, offset in ((vocab_size, 0), (vocab_size + 3, 1)):
                         try:
-                            check_case(kernel, case, row_stride, offset, **extra)
+                            if "width" in extra:
+                                kernel(case, extra["width"], row_stride, offset)
+                            else:
+                                check_case(kernel, case, row_stride, offset, **extra)
                         except Exception as error:
                             failures.append(f"{rows} × {vocab_size} {dtype} stride {row_stride}: {error}")
         print(f"{'FAILED' if failures else 'right ':7} {name}", *failures[:3], sep="\n        ", flush=True)
@@ -169,6 +176,8 @@ def sanitize() -> int:
                     for bad in (None, -1, vocab_size, 2**40):
                         target[0] = target[0] if bad is None else bad
                         cuda.cross_entropy_(case.logits.clone(), target, *arguments, layout=layout)
+                for width in {1, 7, min(vocab_size, 5000)} if vocab_size < 10 else {600, 5000}:
+                    run_tiles(cuda_tiles, case, width)
     torch.cuda.synchronize()
     print("every launch came back")
     return 0

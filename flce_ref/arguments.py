@@ -21,6 +21,7 @@ HONOURS: dict[str, frozenset[str]] = {
     "chunked": frozenset({"chunk_size"}),
     "checkpointed": frozenset({"chunk_size"}),
     "fused": frozenset({"chunk_size", "accum_dtype", "kernel"}),
+    "vocab_tiled": frozenset({"chunk_size", "accum_dtype", "kernel", "filter_eps"}),
 }
 
 
@@ -168,12 +169,22 @@ def check_objective(
 
 
 def check_schedule(
-    schedule: str, chunk_size: int | None, accum_dtype: torch.dtype | None, kernel: str, compute_dtype: torch.dtype
+    schedule: str,
+    chunk_size: int | None,
+    accum_dtype: torch.dtype | None,
+    kernel: str,
+    filter_eps: float | None,
+    compute_dtype: torch.dtype,
 ) -> None:
     """The options of how the loss is computed, each only where the schedule has a use for it."""
     if not isinstance(schedule, str) or schedule not in HONOURS:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, HONOURS))}, got {schedule!r}")
-    given = {"chunk_size": chunk_size is not None, "accum_dtype": accum_dtype is not None, "kernel": kernel != "auto"}
+    given = {
+        "chunk_size": chunk_size is not None,
+        "accum_dtype": accum_dtype is not None,
+        "kernel": kernel != "auto",
+        "filter_eps": filter_eps is not None,
+    }
     for name, is_given in given.items():
         if is_given and name not in HONOURS[schedule]:
             able = ", ".join(repr(s) for s, names in HONOURS.items() if name in names)
@@ -196,6 +207,11 @@ def check_schedule(
             )
     if kernel not in ("auto", *kernels.KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(map(repr, ('auto', *kernels.KERNELS)))}, got {kernel!r}")
+    if filter_eps is not None:
+        if not isinstance(filter_eps, Real) or isinstance(filter_eps, bool):
+            raise TypeError(f"filter_eps must be a number in (0, 1) or None, got {filter_eps!r}")
+        if not 0 < filter_eps < 1:
+            raise ValueError(f"filter_eps must be a number in (0, 1) or None, got {filter_eps!r}")
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

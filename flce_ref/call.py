@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import (
+    HONOURS,
     autocast_dtype,
     check_class_weight,
     check_flags,
@@ -19,7 +20,7 @@ from .arguments import (
     check_tensors,
 )
 from .objective import Objective
-from .schedules.plan import Plan, accumulation_dtype, default_chunk_size
+from .schedules.plan import Plan, accumulation_dtype, piece_size
 
 if TYPE_CHECKING:
     from .schedules.vocab_parallel import Shard
@@ -45,6 +46,7 @@ class Arguments:
     kernel: str
     skip_ignored: bool
     return_lse: bool
+    filter_eps: float | None
     options: None
 
 
@@ -71,7 +73,7 @@ def check(a: Arguments, is_shard: bool = False) -> torch.dtype:
     check_tensors(a.input, a.linear_weight, a.target, a.linear_bias, a.weight, is_shard)
     check_objective(a.reduction, a.ignore_index, a.label_smoothing, a.z_loss, a.softcap)
     compute_dtype = autocast_dtype(a.input) or a.input.dtype
-    check_schedule(a.schedule, a.chunk_size, a.accum_dtype, a.kernel, compute_dtype)
+    check_schedule(a.schedule, a.chunk_size, a.accum_dtype, a.kernel, a.filter_eps, compute_dtype)
     check_flags(skip_ignored=a.skip_ignored, return_lse=a.return_lse)
     return compute_dtype
 
@@ -100,12 +102,12 @@ def prepare(a: Arguments, vocab_size: int | None = None, shard: Shard | None = N
         None if a.softcap is None else float(a.softcap),
         weight,
     )
-    n = input.shape[0]
-    chunk = default_chunk_size(n, hidden_size) if a.chunk_size is None else min(int(a.chunk_size), max(n, 1))
+    asked = None if a.chunk_size is None else int(a.chunk_size)
+    size = piece_size(a.schedule, asked, input.shape[0], vocab_size, hidden_size)
     kernel = a.kernel
-    if a.schedule == "fused":
+    if "kernel" in HONOURS[a.schedule]:
         kernel = kernels.resolve(kernel, input.device, compute_dtype)
-    plan = Plan(chunk, accumulation_dtype(a.accum_dtype, compute_dtype), kernel, shard)
+    plan = Plan(size, accumulation_dtype(a.accum_dtype, compute_dtype), kernel, shard, a.filter_eps)
     return Call(input, target, objective, a.schedule, plan, compute_dtype)
 
 

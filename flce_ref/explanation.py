@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .call import Call, prepare
+from .arguments import HONOURS
+from .call import Arguments, Call, prepare
 from .functional import bind
-from .schedules.peak import Head, fused_peak, plain_peak
+from .schedules.peak import Head, fused_peak, plain_peak, tiled_peak
 
 
 @dataclass(frozen=True)
 class Explanation:
     """The answer of :func:`explain`.
 
-    ``kernel`` and ``chunk_size`` are None where the schedule has none. ``step_peak_bytes`` is the highest sum of live
+    ``kernel`` and ``chunk_size`` are None where the schedule has none; under vocab_tiled the latter counts words, under
+    the others tokens. ``step_peak_bytes`` is the highest sum of live
     bytes in forward + backward above input, weight and target; None where no closed form is known.
     """
 
@@ -31,7 +33,8 @@ class Explanation:
     def __str__(self) -> str:
         parts = [f"schedule {self.schedule}"]
         parts += [f"kernel {self.kernel}"] if self.kernel else []
-        parts += [f"chunks of {self.chunk_size} tokens"] if self.chunk_size else []
+        pieces = "tiles of {} words" if self.schedule == "vocab_tiled" else "chunks of {} tokens"
+        parts += [pieces.format(self.chunk_size)] if self.chunk_size else []
         if self.step_peak_bytes is not None:
             parts.append(f"step peak {self.step_peak_bytes / 2**30:.3f} GiB above the inputs")
         return "\n".join([", ".join(parts), *(f"  - {reason}" for reason in self.why)])
@@ -55,11 +58,14 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     why = []
     if call.schedule == "naive":
         why.append("all (N, V) logits at once, as PyTorch computes them: kept to be compared with")
+    elif arguments.chunk_size is None and call.schedule == "vocab_tiled":
+        why.append("the default tile: about 2 D words, at least 1024, all tiles about equal")
     elif arguments.chunk_size is None:
         why.append("the default chunk: about D tokens, at least 1024, all chunks about equal")
-    if call.schedule == "fused":
+    has_kernel = "kernel" in HONOURS[call.schedule]
+    if has_kernel:
         why.append(kernels.why(arguments.kernel, input.device, call.compute_dtype))
-        why += _why_fused(call, head, arguments.reduction, arguments.return_lse)
+        why += _why_tiled(call, head) if call.schedule == "vocab_tiled" else _why_fused(call, head, arguments)
     if arguments.skip_ignored:
         why.append(
             "ignored tokens are dropped first; all are counted here, for their number is known to the device only"
@@ -69,7 +75,7 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
         why.append("no closed form under autocast; flce_ref.memory.simulate counts it")
     return Explanation(
         call.schedule,
-        call.plan.kernel if call.schedule == "fused" else None,
+        call.plan.kernel if has_kernel else None,
         None if call.schedule == "naive" else call.plan.chunk_size,
         peak,
         tuple(why),
@@ -91,21 +97,33 @@ def _head(call: Call, input: Tensor, linear_weight: Tensor, return_lse: bool) ->
     )
 
 
-def _why_fused(call: Call, head: Head, reduction: str, return_lse: bool) -> list[str]:
+def _why_fused(call: Call, head: Head, arguments: Arguments) -> list[str]:
     if not (head.needs_dx or head.needs_dw):
         return ["no gradient is wanted: the logits of a chunk are read once and overwritten by the next"]
     why = [f"dw is summed over chunks in {call.plan.accum_dtype}"] if head.needs_dw else []
-    if reduction == "none":
+    if arguments.reduction == "none":
         return [*why, "upstream gradients may differ by token: backward makes the logits again, chunk by chunk"]
     why.append("the loss is a scalar: its gradient is taken in forward and scaled in backward")
-    if return_lse:
+    if arguments.return_lse:
         why.append("where lse is differentiated too, backward makes the logits again; that is not counted")
+    return why
+
+
+def _why_tiled(call: Call, head: Head) -> list[str]:
+    if not (head.needs_dx or head.needs_dw):
+        return ["no gradient is wanted: the logits of a tile are read once and overwritten by the next"]
+    why = [f"dx is summed over tiles in {call.plan.accum_dtype}"] if head.needs_dx else []
+    why.append("backward makes the logits again, tile by tile")
+    if call.plan.filter_eps is not None:
+        why.append("what is filtered out is known to the device only: the peak is the highest possible")
     return why
 
 
 def _step_peak(call: Call, head: Head) -> int | None:
     if call.schedule == "fused":
         return fused_peak(head, call.plan)
+    if call.schedule == "vocab_tiled":
+        return tiled_peak(head, call.plan)
     if head.compute_bytes != head.weight_bytes or head.compute_bytes != head.input_bytes:
         return None
     chunk = max(head.n, 1) if call.schedule == "naive" else call.plan.chunk_size

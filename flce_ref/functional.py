@@ -14,8 +14,9 @@ from .schedules.checkpointed import checkpointed
 from .schedules.chunked import chunked
 from .schedules.fused import consume_chunks, fused
 from .schedules.naive import naive
-from .schedules.plan import default_chunk_size
+from .schedules.plan import piece_size
 from .schedules.recompute import attach_gradient
+from .schedules.vocab_tiled import vocab_tiled
 
 
 def linear_cross_entropy(
@@ -36,6 +37,7 @@ def linear_cross_entropy(
     kernel: str = "auto",
     skip_ignored: bool = False,
     return_lse: bool = False,
+    filter_eps: float | None = None,
     options: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Cross-entropy of ``F.linear(input, linear_weight, linear_bias)`` against ``target``, without the logits.
@@ -56,17 +58,24 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1], as in :func:`torch.nn.functional.cross_entropy`.
         z_loss: factor of the squared log-sum-exp (PaLM, arXiv:2204.02311), ≥ 0.
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118), > 0, or None.
-        schedule: when the logits exist. ``"fused"``: one chunk at a time, consumed at once. ``"naive"``, ``"chunked"``
+        schedule: when the logits exist. ``"fused"``: some tokens at a time, consumed at once. ``"vocab_tiled"``: some
+            words at a time, twice; no float32 sum of the weight's size, one product more. ``"naive"``, ``"chunked"``
             and ``"checkpointed"`` are there to be compared with.
-        chunk_size: tokens C whose logits are alive at once (not for naive). None: a documented rule,
-            :func:`flce_ref.schedules.plan.default_chunk_size`.
-        accum_dtype: dtype in which dw is summed over chunks (fused). None: float32, or float64 for float64 inputs.
-            ``torch.bfloat16``, with bfloat16 inputs, halves that buffer and rounds once per chunk.
-        kernel: what computes a chunk's row losses and gradients (fused): a name of
+        chunk_size: tokens C whose logits are alive at once (not for naive), or under vocab_tiled words T. None: a
+            documented rule, :func:`flce_ref.schedules.plan.default_chunk_size` and
+            :func:`flce_ref.schedules.plan.default_tile_width`.
+        accum_dtype: dtype of what every piece adds to: dw over chunks (fused), dx over tiles (vocab_tiled). None:
+            float32, or float64 for float64 inputs. ``torch.bfloat16``, with bfloat16 inputs, halves that buffer and
+            rounds once per piece.
+        kernel: what computes row losses and gradients (fused, vocab_tiled): a name of
             :func:`flce_ref.kernels.available`, or ``"auto"``.
         skip_ignored: drop ignored tokens before the first product. Reads their number from the device: one
             synchronisation, and an error while a CUDA graph is captured.
         return_lse: also return the log-sum-exp of every token, differentiable, the shape of ``target``.
+        filter_eps: leave out the gradients of a token in a tile of words where its probabilities are all below this
+            number, in (0, 1), and its target is not (vocab_tiled). None: none, the exact gradient. Backward then reads
+            from the device how many tokens need each tile: one synchronisation, and an error while a CUDA graph is
+            captured. The loss is exact either way.
         options: accepted as None, for calls written for :func:`torch.nn.functional.linear_cross_entropy`.
 
     Returns:
@@ -83,7 +92,7 @@ def linear_cross_entropy(
     """
     arguments = Arguments(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
-        schedule, chunk_size, accum_dtype, kernel, skip_ignored, return_lse, options,
+        schedule, chunk_size, accum_dtype, kernel, skip_ignored, return_lse, filter_eps, options,
     )  # fmt: skip
     return run(prepare(arguments), arguments)
 
@@ -95,8 +104,8 @@ def run(call: Call, a: Arguments) -> Tensor | tuple[Tensor, Tensor]:
     if kept is not None:
         x, y = x.index_select(0, kept), y.index_select(0, kept)
         if a.chunk_size is None:  # about equal chunks of the tokens that are left
-            chunk = default_chunk_size(y.shape[0], a.linear_weight.shape[1])
-            call = replace(call, plan=replace(call.plan, chunk_size=chunk))
+            size = piece_size(call.schedule, None, y.shape[0], *a.linear_weight.shape)
+            call = replace(call, plan=replace(call.plan, chunk_size=size))
     loss, lse = _follow_schedule(call, x, a.linear_weight, a.linear_bias, y, a.reduction, a.return_lse)
     loss = loss.to(call.loss_dtype)
     if a.reduction == "none":
@@ -133,6 +142,8 @@ def _follow_schedule(
         return checkpointed(x, *head, reduction, return_lse, call.plan.chunk_size)
 
     x = x.to(call.compute_dtype)
+    if call.schedule == "vocab_tiled":
+        return vocab_tiled(x, *head, reduction, call.plan)
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)
     )

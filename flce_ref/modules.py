@@ -21,7 +21,8 @@ class LinearCrossEntropyLoss(nn.Module):
     Args:
         weight: class weights (V,), kept as a buffer; or None.
         reduction, ignore_index, label_smoothing, z_loss, softcap: as in :func:`flce_ref.linear_cross_entropy`.
-        **how: ``schedule``, ``chunk_size``, ``accum_dtype``, ``kernel``, ``skip_ignored``, ``return_lse``, likewise.
+        **how: ``schedule``, ``chunk_size``, ``accum_dtype``, ``kernel``, ``skip_ignored``, ``return_lse`` and
+            ``filter_eps``, likewise.
     """
 
     weight: Tensor | None
@@ -38,7 +39,7 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_objective(reduction, ignore_index, label_smoothing, z_loss, softcap)
-        known = {"schedule", "chunk_size", "accum_dtype", "kernel", "skip_ignored", "return_lse"}
+        known = {"schedule", "chunk_size", "accum_dtype", "kernel", "skip_ignored", "return_lse", "filter_eps"}
         if unknown := sorted(set(how) - known):
             raise TypeError(f"unknown argument {unknown[0]!r}; accepted are {', '.join(sorted(known))}")
         self.register_buffer("weight", weight, persistent=False)

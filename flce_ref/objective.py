@@ -44,6 +44,12 @@ class Objective:
     softcap: float | None = None
     class_weight: Tensor | None = None
 
+    def weights_about(self, first: int, width: int) -> tuple[Tensor | int, Tensor | int]:
+        """Σ_k w_k over the columns before ``first``, and over ``width`` columns from there on."""
+        if self.class_weight is None:
+            return first, width
+        return self.class_weight[:first].sum(), self.class_weight[first : first + width].sum()
+
 
 class RowStats(NamedTuple):
     """All that a row of logits must be remembered by; each (C,), float32 or wider.
@@ -62,6 +68,12 @@ class RowStats(NamedTuple):
         """The statistics of some of the rows."""
         smooth_sum = None if self.smooth_sum is None else self.smooth_sum[rows]
         return RowStats(self.max[rows], self.sumexp[rows], self.target_logit[rows], smooth_sum)
+
+
+def stats_of_nothing(rows: int, smooth: bool, dtype: torch.dtype, device: torch.device) -> RowStats:
+    """Statistics of no columns, for :func:`merge` to begin with; ``smooth`` says whether labels are smoothed."""
+    zeros = [torch.zeros(rows, dtype=dtype, device=device) for _ in range(2 + smooth)]
+    return RowStats(torch.full_like(zeros[0], float("-inf")), zeros[0], zeros[1], zeros[2] if smooth else None)
 
 
 class GradCoefficients(NamedTuple):
@@ -95,7 +107,8 @@ def moved(stats: RowStats, maximum: Tensor, weight: Tensor | float) -> RowStats:
     sumexp = stats.sumexp * torch.exp(stats.max - shift)
     smooth_sum = stats.smooth_sum
     if smooth_sum is not None:
-        smooth_sum = smooth_sum + weight * (finite_shift(stats.max) - shift)
+        # Of no columns, or of masked words alone, there is nothing that a shift could move.
+        smooth_sum = smooth_sum + torch.where(stats.max == float("-inf"), 0.0, weight * (stats.max - shift))
     return RowStats(maximum, sumexp, stats.target_logit, smooth_sum)
 
 

@@ -50,7 +50,7 @@ X, W, Y = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64
         ({"z_loss": -1e-4}, ValueError, r"z_loss must be a finite number ≥ 0 that float32 holds, got -0.0001"),
         ({"z_loss": float("inf")}, ValueError, r"z_loss must be"),
         ({"softcap": 0.0}, ValueError, r"softcap must be None or a finite number > 0 that float32 holds, got 0.0"),
-        ({"schedule": "magic"}, ValueError, r"schedule must be one of 'naive', .*'fused', got 'magic'"),
+        ({"schedule": "magic"}, ValueError, r"schedule must be one of 'naive', .*'vocab_tiled', got 'magic'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size must be an int ≥ 1 or None, got 0"),
         ({"chunk_size": 2.0}, TypeError, r"chunk_size must be an int ≥ 1 or None, got 2.0"),
         ({"accum_dtype": torch.float16}, ValueError, r"accum_dtype .*got torch.float16: an unscaled dw overflows"),
@@ -77,7 +77,7 @@ def test_errors_name_the_argument(change: dict[str, object], error: type[Excepti
         linear_cross_entropy(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused"])
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused", "vocab_tiled"])
 def test_every_schedule_looks_at_the_targets(schedule: str) -> None:
     with pytest.raises(IndexError, match="target 5 is out of range"):
         linear_cross_entropy(X, W, Y + 5, schedule=schedule)
@@ -89,7 +89,7 @@ def test_fake_and_meta_tensors_are_not_looked_at() -> None:
     assert linear_cross_entropy(x, w, y).shape == ()
 
 
-@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused"])
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused", "vocab_tiled"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_target_outside_the_vocabulary_that_nobody_looked_at_is_nan(schedule: str, reduction: str) -> None:
     # On CUDA, and while compiling, values are not read; here the check is taken out to see what the schedules do.

@@ -20,7 +20,9 @@ CASES = [
     *({"schedule": s, "chunk_size": c} for s in ("chunked", "checkpointed") for c in (8192, 4096, 2048, 1024, 256)),
     *({"schedule": s, "chunk_size": 1024, "softcap": 30.0, "z_loss": 1e-4} for s in ("chunked", "checkpointed")),
     {}, {"chunk_size": 8192}, {"chunk_size": 512}, {"accum_dtype": torch.bfloat16}, {"reduction": "none"},
-    {"return_lse": True}, {"softcap": 30.0, "z_loss": 1e-4, "label_smoothing": 0.1},
+    {"return_lse": True}, *({"schedule": "vocab_tiled"} | more for more in (
+        {}, {"chunk_size": 1024}, {"chunk_size": 16384}, {"accum_dtype": torch.bfloat16}, {"reduction": "none"})),
+    {"softcap": 30.0, "z_loss": 1e-4, "label_smoothing": 0.1},
 ]  # fmt: skip
 
 
@@ -47,10 +49,10 @@ def test_the_prediction_is_what_the_simulator_counts(options: dict[str, object],
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), list(itertools.product((True, False), repeat=2)))
-@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused"])
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused", "vocab_tiled"])
 def test_frozen_tensors_are_not_counted(schedule: str, x_grad: bool, w_grad: bool) -> None:
     tensors = head(4096, *GRAVITY, x_grad, w_grad)
-    size = {} if schedule == "naive" else {"chunk_size": 512}
+    size = {"naive": {}, "vocab_tiled": {"chunk_size": 8192}}.get(schedule, {"chunk_size": 512})
     predicted = explain(*tensors, schedule=schedule, **size).step_peak_bytes
     assert predicted == pytest.approx(simulated(tensors, schedule=schedule, **size), rel=0.01)
 

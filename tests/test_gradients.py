@@ -14,7 +14,7 @@ from flce_ref import LinearCrossEntropyLoss, linear_cross_entropy
 from flce_ref.kernels import ops
 from tests.oracle import oracle, problem, relative_error
 
-SCHEDULES = ("naive", "chunked", "checkpointed", "fused")
+SCHEDULES = ("naive", "chunked", "checkpointed", "fused", "vocab_tiled")
 
 
 @pytest.mark.parametrize("options", [

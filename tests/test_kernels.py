@@ -128,12 +128,12 @@ def test_logits_with_strided_columns() -> None:
 
 def test_bare_addresses_are_of_the_right_kind() -> None:
     total = torch.tensor(3.0, dtype=torch.float64)
-    vector = cuda._vector(total, 1)
+    vector = cuda.vector(total, 1)
     assert vector is not None and vector.dtype == torch.float32 and vector.shape == (1,)
-    strided = cuda._vector(torch.arange(10)[::2], 5, torch.int64)
+    strided = cuda.vector(torch.arange(10)[::2], 5, torch.int64)
     assert strided is not None and strided.is_contiguous() and strided.tolist() == [0, 2, 4, 6, 8]
     with pytest.raises(RuntimeError, match="expand"):
-        cuda._vector(torch.zeros(4), 5)
+        cuda.vector(torch.zeros(4), 5)
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)

@@ -1,4 +1,4 @@
-"""``cross_entropy.cu`` compiles for every architecture it is written for, which NVRTC can tell without a GPU."""
+"""``cross_entropy.cu`` and ``tiles.cu`` compile for all architectures, as NVRTC can tell without a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flce_ref.kernels.cuda import DTYPES, FOLDER, Layout, choose_layout, compile_cubin, compile_scale
+from flce_ref.kernels.cuda_tiles import compile_tiles, threads_for
 from tests.test_kernels import GPUS
 
 PACKAGES = ("cuda.core", "cuda.bindings")
@@ -65,6 +66,19 @@ def test_loss_without_gradient(dtype: torch.dtype) -> None:
 def test_the_scaling(capability: tuple[int, int], dtype: torch.dtype) -> None:
     for source in {dtype, torch.float32}:
         assert b"scale" in compile_scale(f"sm_{capability[0]}{capability[1]}", source, dtype).code
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tiles(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    threads = threads_for(4096, dtype.itemsize)
+    for flag in (False, True):
+        code = compile_tiles(f"sm_{capability[0]}{capability[1]}", dtype, threads, smoothing=flag, softcap=flag).code
+        assert b"merge_stats" in code and b"write_grad" in code
+
+
+def test_about_four_accesses_for_each_thread() -> None:
+    assert [threads_for(width, 2) for width in (1, 1024, 4096, 8192, 151552)] == [32, 32, 128, 256, 256]
 
 
 def test_nothing_of_cuda_is_included() -> None:

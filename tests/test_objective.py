@@ -14,7 +14,7 @@ from flce_ref.kernels.eager import row_stats
 from flce_ref.objective import Objective, RowStats, merge
 from tests.oracle import oracle, problem
 
-SCHEDULES = ("naive", "chunked", "checkpointed", "fused")
+SCHEDULES = ("naive", "chunked", "checkpointed", "fused", "vocab_tiled")
 
 
 def chunk(schedule: str, size: int | None) -> dict[str, int]:

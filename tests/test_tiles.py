@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from flce_ref.kernels import eager, ops
-from flce_ref.objective import Objective, grad_coefficients, merge, row_loss
+from flce_ref.objective import Objective, grad_coefficients, merge, row_loss, stats_of_nothing
+from tests.kernel_cases import DTYPES, EVERYTHING, layouts_of, make_case
+from tests.tile_cases import check_tiles
 
 C, V = 7, 23
 OPTIONS: list[dict[str, Any]] = [
@@ -53,16 +55,41 @@ def test_the_ops_are_well_behaved(options: dict[str, Any]) -> None:
     logits, y, o = problem(options, torch.float32)
     stats = eager.row_stats(logits, y, 0, o)
     by = grad_coefficients(row_loss(stats, y, o)[1], y, o)
-    torch.library.opcheck(
-        ops._row_stats_op, (logits, y, o.class_weight, 0, V, o.label_smoothing, o.softcap, "eager"),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
+    running, highest = stats_of_nothing(C, o.label_smoothing > 0, logits.dtype, logits.device), torch.empty(C)
+    for extra in (None, highest):
+        torch.library.opcheck(
+            ops._merge_stats_op,
+            (*running, extra, logits, y, o.class_weight, 0, V, o.label_smoothing, o.softcap, "eager"),
+            test_utils=("test_schema", "test_faketensor"),
+        )
     torch.library.opcheck(
         ops._write_grad_op,
         (logits, y, stats.max, stats.sumexp, *by, o.class_weight, 0, V, o.ignore_index, o.label_smoothing, o.softcap,
          "eager"),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, EVERYTHING, {"label_smoothing": 0.3}], ids=["plain", "everything", "smoothing"]
+)
+def test_eager_tiles_against_float64(shape: tuple[int, int], dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = make_case(*shape, dtype, **options)
+    for row_stride, offset in layouts_of(*shape):
+        check_tiles(eager, case, 300, row_stride, offset)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weighted": True}], ids=str)
+def test_a_common_offset_and_masked_words(options: dict[str, Any]) -> None:
+    case = make_case(4, 777, torch.float32, **options)
+    case.logits.add_(1e4)
+    check_tiles(eager, case, 100)
+    case = make_case(4, 777, torch.float32)
+    case.logits[:, 100:500] = float("-inf")  # whole tiles of masked words
+    case.target[case.target != -100] = 7
+    check_tiles(eager, case, 100)
 
 
 def test_no_rows_and_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flce_ref import kernels, linear_cross_entropy
-from flce_ref.kernels import eager, triton
+from flce_ref.kernels import eager, triton, triton_tiles
 from tests.kernel_cases import (
     DTYPES,
     EVERYTHING,
@@ -25,6 +25,7 @@ from tests.kernel_cases import (
     run_guarded,
 )
 from tests.oracle import oracle, problem
+from tests.tile_cases import check_tiles
 
 
 def check_interpreted(case: Case, row_stride: int = 0, offset: int = 0) -> None:
@@ -104,6 +105,37 @@ def test_through_the_front_door(reduction: str) -> None:
         ValueError, match=r"kernel='triton' can't run here: .*float32.*float64; accepted are 'auto' and 'eager'"
     ):
         linear_cross_entropy(x.double(), w.double(), y, kernel="triton")
+
+
+@pytest.mark.parametrize("shape", ((1, 1), (3, 7), (5, 1000)), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, EVERYTHING, {"label_smoothing": 0.3}], ids=["plain", "everything", "smoothing"]
+)
+def test_tiles(shape: tuple[int, int], dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = make_case(*shape, dtype, **options)
+    for row_stride, offset in layouts_of(*shape):
+        check_tiles(triton_tiles, case, 300, row_stride, offset, rounding=2 if dtype == torch.bfloat16 else 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weighted": True}], ids=str)
+def test_tiles_with_a_common_offset_and_of_masked_words(options: dict[str, Any]) -> None:
+    case = make_case(4, 777, torch.float32, **options)
+    case.logits.add_(1e4)
+    check_tiles(triton_tiles, case, 100)
+    case = make_case(4, 777, torch.float32)
+    case.logits[:, 100:500] = float("-inf")
+    case.target[case.target != -100] = 7
+    check_tiles(triton_tiles, case, 100)
+
+
+def test_tiles_through_the_front_door() -> None:
+    x, w, y = problem(dtype=torch.float32)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
+    loss = linear_cross_entropy(x, w, y, schedule="vocab_tiled", kernel="triton", chunk_size=5, **options)
+    true = oracle(x, w, y, **options)[0]
+    torch.testing.assert_close(loss, true)
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(true, (x, w)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

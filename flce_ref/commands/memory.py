@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from flce_ref.memory.head_step import HeadStep
 
 # Named here, so that --help and wrong usage do not wait for torch; a test holds them to what is simulated.
-SCHEDULES = ("naive", "chunked", "checkpointed", "fused")
+SCHEDULES = ("naive", "chunked", "checkpointed", "fused", "vocab_tiled")
 IDIOMS = ("naive-kept", "naive-float", "naive-float-kept")
 KERNELS = ("cuda", "triton", "eager", "cpu")
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _GIB = 1 << 30
 _EPILOG = """schedules:
-  naive, chunked, checkpointed, fused   those of flce_ref.linear_cross_entropy; "all" is these four
+  naive, chunked, checkpointed, fused,
+  vocab_tiled                           those of flce_ref.linear_cross_entropy; "all" is these five
   naive-kept                            naive, and the logits have a name that outlives the loss
   naive-float                           naive with .float() on the logits
   naive-float-kept                      both, as many model files do
@@ -65,7 +66,12 @@ def add_memory(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--schedule", choices=("all", *SCHEDULES, *IDIOMS), metavar="S", default="all", help="see below (default all)"
     )
-    parser.add_argument("--chunk-size", type=positive_int, metavar="C", help="rows of a chunk (default: about D)")
+    parser.add_argument(
+        "--chunk-size",
+        type=positive_int,
+        metavar="C",
+        help="rows of a chunk (default: about D), or words of a tile (2 D)",
+    )
     parser.add_argument("--dtype", type=dtype, default="bf16", help=f"{', '.join(DTYPES)} (default %(default)s)")
     parser.add_argument(
         "--kernel", choices=KERNELS, default="cuda", help="the row kernel to follow (default %(default)s)"
@@ -153,10 +159,12 @@ def _check_sizes(args: argparse.Namespace, steps: Sequence[HeadStep]) -> None:
     if largest >= 2**58:  # sums of some of these, of 8 B an element, are to stay below 2⁶³
         args.parser.error(f"argument --tokens: a step of {args.tokens} tokens has tensors of 2⁵⁸ elements or more")
     for step in steps:
-        rows = step.chunk_rows(args.tokens) or args.tokens
-        if -(-args.tokens // rows) > MOST_CHUNKS:
+        total = step.cut(args.tokens)
+        rows = step.chunk_rows(args.tokens) or total
+        if -(-total // rows) > MOST_CHUNKS:
+            what = "words" if step.schedule == "vocab_tiled" else "tokens"
             args.parser.error(
-                f"argument --chunk-size: {args.tokens} tokens in chunks of {rows} are more than the {MOST_CHUNKS} "
+                f"argument --chunk-size: {total} {what} in chunks of {rows} are more than the {MOST_CHUNKS} "
                 "chunks that can be simulated in minutes; take larger chunks"
             )
 

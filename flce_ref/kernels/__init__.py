@@ -62,10 +62,7 @@ def why(asked: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def implementation(kernel: str, logits: Tensor, function: str = "cross_entropy_") -> Callable[..., Any]:
-    """The ``function`` of the contract that runs for ``kernel`` on ``logits`` (C, V), whatever their strides.
-
-    Where a kernel has none for tiles of columns (``row_stats``, ``write_grad_``), the eager one.
-    """
+    """The ``function`` of the contract that runs for ``kernel`` on ``logits`` (C, V), whatever their strides."""
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         if kernel not in ("auto", "eager"):
             raise ValueError(
@@ -73,10 +70,10 @@ def implementation(kernel: str, logits: Tensor, function: str = "cross_entropy_"
                 "accepted are 'auto' and 'eager'"
             )
         kernel = "eager"
-    module = importlib.import_module(f".{resolve(kernel, logits.device, logits.dtype)}", __name__)
-    if not hasattr(module, function):
-        module = importlib.import_module(".eager", __name__)
-    run: Callable[..., Any] = getattr(module, function)
+    name = resolve(kernel, logits.device, logits.dtype)
+    if name != "eager" and function != "cross_entropy_":
+        name += "_tiles"
+    run: Callable[..., Any] = getattr(importlib.import_module(f".{name}", __name__), function)
     return run
 
 

@@ -1,65 +1,35 @@
 // The row kernel: one launch turns a chunk of logits into the loss and lse of each row and, in place, their gradient.
 //
-// The formulas are those of flce_ref/objective.py; this file is about bytes. A row of V logits is far larger than a
-// thread's registers and is needed twice: once for its maximum and Σ exp, then again for exp(z − max) / Σ exp. Reading it
-// twice from memory is a third of the traffic. So a row is given to a *cluster* of CLUSTER blocks, which on Hopper can
-// see each other's shared memory: each block keeps its share of the row on chip, and the row crosses the memory bus
-// once in and once out. Where the row does not fit (HOLD_ROW = 0) it is read a second time, with luck from L2.
+// The formulas are in row.cuh; this file is about bytes. A row of V logits is far larger than a thread's registers and
+// is needed twice: once for its maximum and Σ exp, then again for exp(z − max) / Σ exp. Reading it twice from memory is
+// a third of the traffic. So a row is given to a *cluster* of CLUSTER blocks, which on Hopper can see each other's
+// shared memory: each block keeps its share of the row on chip, and the row crosses the memory bus once in and once out.
+// Where the row does not fit (HOLD_ROW = 0) it is read a second time, with luck from L2.
 //
-//   1. a row        who owns which columns, whatever the alignment
-//   2. the kernel   first pass: statistics; loss; second pass: gradient
-//   3. the scaling  a second, small kernel: a gradient times a factor that is known only in backward
+//   1. the kernel   first pass: statistics; loss; second pass: gradient
+//   2. the scaling  a second, small kernel: a gradient times a factor that is known only in backward
 //
-// cuda.py defines, for each configuration, beside what device.cuh needs:
-//   CLUSTER, THREADS, MIN_BLOCKS    blocks per row, threads per block, blocks that must fit a multiprocessor at once
+// cuda.py defines, for each configuration, beside what row.cuh needs:
+//   MIN_BLOCKS                      blocks that must fit a multiprocessor at once
 //   HOLD_ROW                        1: the row is kept in shared memory between the passes
 //   BULK_COPY                       1: ... and is brought there by Hopper's copy engine
 //   WRITE_GRAD                      0: the logits are left alone
 //   SOURCE                          what the scaling reads: Scalar, or float
 
-#include "device.cuh"
+#include "row.cuh"
 
-constexpr int WARPS = THREADS / 32;
-constexpr int PIECES = 8;  // that the copy engine brings a row in
-
-// ------------------------------------------------------------------------------------------------------------ 1. a row
-
-// Rows start anywhere (V may be odd), but a 16-byte access must be aligned. So a row is a few single logits, the *edges*
-// at its two ends, and between them vectors of WIDTH logits. Block 0 takes the edges, one per thread; the vectors are
-// divided among the blocks.
-struct Row {
-    Scalar* z;
-    uint4* vectors;
-    int first_column;  // of vector 0: as many edges are on the left
-    int begin, end;    // the vectors of this block
-    int edge;          // the column of this thread's edge, or −1
-
-    __device__ Row(Scalar* z, int vocab_size, int block) : z(z) {
-        const int misaligned = int((unsigned long long)z % 16 / sizeof(Scalar));
-        first_column = min((WIDTH - misaligned) % WIDTH, vocab_size);
-        vectors = (uint4*)(z + first_column);
-        const int count = (vocab_size - first_column) / WIDTH, share = (count + CLUSTER - 1) / CLUSTER;
-        begin = min(block * share, count);
-        end = min(begin + share, count);
-        const int edges = vocab_size - count * WIDTH, t = threadIdx.x;
-        edge = block > 0 || t >= edges ? -1 : t < first_column ? t : t + count * WIDTH;
-    }
-
-    __device__ int piece(int p) const { return min(begin + p * ((end - begin + PIECES - 1) / PIECES), end); }
-
-    __device__ void fill(float value) const {
-        float copies[WIDTH];
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) copies[k] = value;
-        for (int i = begin + threadIdx.x; i < end; i += THREADS) vectors[i] = pack(copies);
-        if (edge >= 0) z[edge] = to_scalar(value);
-    }
-};
+// ------------------------------------------------------------------------------------------------------- 1. the kernel
 
 // The vectors of this block, from the first pass to the second.
 extern __shared__ uint4 held[];
 
 #if BULK_COPY
+constexpr int PIECES = 8;  // that the copy engine brings a row in
+
+__device__ int piece(const Row& row, int p) {
+    return min(row.begin + p * ((row.end - row.begin + PIECES - 1) / PIECES), row.end);
+}
+
 // All pieces are asked for at once by one thread, so that the first can be read while the last is on its way.
 __shared__ unsigned long long landed[PIECES];
 
@@ -68,76 +38,13 @@ __device__ void start_copies(const Row& row) {
         for (int p = 0; p < PIECES; ++p) make_barrier(&landed[p]);
         publish_barriers();
         for (int p = 0; p < PIECES; ++p) {
-            const int begin = row.piece(p), bytes = (row.piece(p + 1) - begin) * 16;
+            const int begin = piece(row, p), bytes = (piece(row, p + 1) - begin) * 16;
             start_copy(held + begin - row.begin, row.vectors + begin, bytes, &landed[p]);
         }
     }
     __syncthreads();
 }
 #endif
-
-// ------------------------------------------------------------------------------------------------------- 2. the kernel
-
-struct Objective {
-    const float* class_weight;  // (V,) or null for weights of one
-    float softcap;
-    float reference;  // a logit of the row, so that Σ w (z − reference) keeps its digits under a large common offset
-
-    __device__ float weight(int column) const { return class_weight ? class_weight[column] : 1.0f; }
-
-    // Of N neighbours, 16 bytes at a time where they are aligned: in whole vectors always or never in a row.
-    template <int N>
-    __device__ void weights(float (&w)[N], int column) const {
-        if (N % 4 == 0 && class_weight && (unsigned long long)(class_weight + column) % 16 == 0) {
-#pragma unroll
-            for (int k = 0; k < N / 4; ++k) {
-                const float4 v = ((const float4*)(class_weight + column))[k];
-                w[4 * k] = v.x, w[4 * k + 1] = v.y, w[4 * k + 2] = v.z, w[4 * k + 3] = v.w;
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < N; ++k) w[k] = weight(column + k);
-        }
-    }
-
-    template <int N>
-    __device__ void add_to(Stats& s, float (&x)[N], int column) const {
-        float w[N];
-        if (SMOOTHING) weights(w, column);
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            x[k] = capped(x[k], softcap);
-            if (SMOOTHING) s.smooth += w[k] * (x[k] - reference);
-        }
-        add(s, x);
-    }
-};
-
-// dz_j = scale · exp(z_j − shift) − target · 1[j = y] − smooth · w_j: the three numbers of `grad_coefficients`. Under a
-// soft cap z = softcap · t, and the raw logit has 1 − t² of that gradient.
-struct Gradient {
-    float shift, scale, target, smooth;
-    int y;
-
-    template <int N>
-    __device__ void replace(float (&x)[N], int column, const Objective& objective) const {
-        float slope[N], w[N];
-        if (SMOOTHING) objective.weights(w, column);
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float t = SOFTCAP ? squashed(x[k], objective.softcap) : 0.0f;
-            slope[k] = 1 - t * t;
-            x[k] = scale * exponential((SOFTCAP ? objective.softcap * t : x[k]) - shift);
-            if (SMOOTHING) x[k] -= smooth * w[k];
-        }
-        if (unsigned(y - column) < N) {  // in float32: after rounding p to bfloat16, p − 1 is 0 for every p above 0.998
-#pragma unroll
-            for (int k = 0; k < N; ++k) x[k] -= k == y - column ? target : 0.0f;
-        }
-#pragma unroll
-        for (int k = 0; k < N; ++k) x[k] = SOFTCAP ? x[k] * slope[k] : x[k];
-    }
-};
 
 __device__ Stats first_pass(const Row& row, const Objective& objective, float (&edge)[1]) {
     Stats s = {LOWEST, 0, 0};
@@ -151,7 +58,7 @@ __device__ Stats first_pass(const Row& row, const Objective& objective, float (&
     start_copies(row);
     for (int p = 0; p < PIECES; ++p) {
         await_copy(&landed[p], 0);
-        for_each_vector<1, THREADS>(held - row.begin, row.piece(p), row.piece(p + 1), add_vector);
+        for_each_vector<1, THREADS>(held - row.begin, piece(row, p), piece(row, p + 1), add_vector);
     }
 #else
     for_each_vector<4, THREADS>(row.vectors, row.begin, row.end, add_vector);
@@ -161,21 +68,6 @@ __device__ Stats first_pass(const Row& row, const Objective& objective, float (&
         objective.add_to(s, x, row.edge);
     }
     return s;
-}
-
-// Without HOLD_ROW every thread comes back to the columns that it read before, so none is overwritten unread.
-__device__ void second_pass(const Row& row, const Objective& objective, const Gradient& gradient, float (&edge)[1]) {
-    const uint4* from = HOLD_ROW ? held - row.begin : row.vectors;
-    for_each_vector<HOLD_ROW ? 2 : 4, THREADS>(from, row.begin, row.end, [&](int i, uint4 v) {
-        float x[WIDTH];
-        unpack(v, x);
-        gradient.replace(x, row.first_column + i * WIDTH, objective);
-        row.vectors[i] = pack(x);
-    });
-    if (row.edge >= 0) {
-        gradient.replace(edge, row.edge, objective);
-        row.z[row.edge] = to_scalar(edge[0]);
-    }
 }
 
 extern "C" __global__ void
@@ -233,10 +125,13 @@ __launch_bounds__(THREADS, MIN_BLOCKS) cross_entropy(
     float on_probability = on_target + smooth * total;
     if (z_loss != 0) on_probability += 2 * z_loss * row_lse;
     on_probability = on_probability * up + (grad_lse ? grad_lse[r] : 0.0f);
-    second_pass(row, objective, {shift, on_probability / s.sumexp, on_target * up, smooth * up, int(y)}, edge);
+    // Without HOLD_ROW every thread comes back to the columns that it read before, so none is overwritten unread.
+    const uint4* from = HOLD_ROW ? held - row.begin : row.vectors;
+    const Gradient gradient = {shift, on_probability / s.sumexp, on_target * up, smooth * up, int(y)};
+    overwrite<HOLD_ROW ? 2 : 4>(row, from, edge, gradient, objective);
 }
 
-// ------------------------------------------------------------------------------------------------------ 3. the scaling
+// ------------------------------------------------------------------------------------------------------ 2. the scaling
 
 // What is left for backward: out = in · factor, where the factor, a number on the device, is known only then. PyTorch's
 // own product with such a number takes three to four times as long. SOURCE is float where a sum is also rounded to Scalar.

@@ -80,7 +80,7 @@ def problem(device: int) -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch is not built for CUDA"
     try:
-        _cuda()
+        cuda_core()
     except ImportError as error:
         return f"it needs the packages of flce-ref[cuda{torch.version.cuda.split('.')[0]}]: {error}"
     try:  # a row long enough to be spread over a cluster, where there are clusters
@@ -119,18 +119,14 @@ def cross_entropy_(
     softcap = objective.softcap
     kernel = _kernel(device, logits.dtype, layout, bool(smoothing), softcap is not None, write_grad)
     # The kernel gets bare addresses: what stands there must be what it takes it for.
-    vectors = [_vector(target, rows, torch.int64), _vector(weight, vocab_size), _vector(total_weight, 1)]
-    vectors += [_vector(grad_loss, rows), _vector(grad_lse, rows)]
+    vectors = [vector(target, rows, torch.int64), vector(weight, vocab_size), vector(total_weight, 1)]
+    vectors += [vector(grad_loss, rows), vector(grad_lse, rows)]
     pointers = [0 if t is None else t.data_ptr() for t in vectors]
-    core = _cuda()
-    with torch.cuda.device(device):
-        core.launch(
-            core.Stream.from_handle(torch.cuda.current_stream().cuda_stream),
-            core.LaunchConfig(grid=rows * layout.cluster, block=layout.threads, shmem_size=held),
-            kernel,
-            logits.data_ptr(), logits.stride(0), vocab_size, *pointers, loss.data_ptr(), lse.data_ptr(),
-            objective.ignore_index, c_float(smoothing), c_float(objective.z_loss), c_float(softcap or 0.0),
-        )  # fmt: skip
+    launch(
+        kernel, device, rows * layout.cluster, layout.threads, held,
+        logits.data_ptr(), logits.stride(0), vocab_size, *pointers, loss.data_ptr(), lse.data_ptr(),
+        objective.ignore_index, c_float(smoothing), c_float(objective.z_loss), c_float(softcap or 0.0),
+    )  # fmt: skip
     return loss, lse
 
 
@@ -139,18 +135,22 @@ def scale(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
     device = out.get_device()
     kernel = _scale_kernel(device, gradient.dtype, out.dtype)
     threads = 256
-    blocks = min(-(-out.numel() * out.element_size() // (16 * threads)), _BLOCKS)
-    core = _cuda()
+    blocks = max(1, min(-(-out.numel() * out.element_size() // (16 * threads)), _BLOCKS))
+    launch(
+        kernel, device, blocks, threads, 0, gradient.data_ptr(), out.data_ptr(), out.numel(), factor.data_ptr()
+    )  # fmt: skip
+
+
+def launch(kernel: Any, device: int, blocks: int, threads: int, shared_bytes: int, *arguments: Any) -> None:
+    """Put ``kernel`` on the current stream of CUDA device number ``device``."""
+    core = cuda_core()
     with torch.cuda.device(device):
-        core.launch(
-            core.Stream.from_handle(torch.cuda.current_stream().cuda_stream),
-            core.LaunchConfig(grid=max(1, blocks), block=threads),
-            kernel,
-            gradient.data_ptr(), out.data_ptr(), out.numel(), factor.data_ptr(),
-        )  # fmt: skip
+        stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        core.launch(stream, core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes), kernel, *arguments)
 
 
-def _vector(values: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+def vector(values: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """``values`` as a kernel takes them by their address: ``length`` of ``dtype``, contiguous."""
     return None if values is None else values.to(dtype).expand(length).contiguous()
 
 
@@ -176,7 +176,7 @@ def compile_scale(arch: str, source: torch.dtype, dtype: torch.dtype) -> Any:
 
 def compile_file(file: str, arch: str, dtype: torch.dtype, **macros: int | str) -> Any:
     """``file`` of this folder, which may include others of it, compiled for logits of ``dtype`` with ``macros``."""
-    core = _cuda()
+    core = cuda_core()
     defined = [(DTYPES[dtype], "1"), *((name, str(value if isinstance(value, str) else int(value)))
                                        for name, value in macros.items())]  # fmt: skip
     options = core.ProgramOptions(arch=arch, std="c++17", define_macro=defined, include_path=str(FOLDER))
@@ -189,7 +189,7 @@ def _source(file: str) -> str:
 
 
 @functools.cache
-def _cuda() -> Any:
+def cuda_core() -> Any:
     """``cuda.core``, imported when it is first needed: it is an optional package."""
     core = importlib.import_module("cuda.core")
     if not hasattr(core, "Program"):

@@ -1,7 +1,7 @@
 """The kernels' contract in plain PyTorch: the definition that the Triton and CUDA C++ kernels are held to.
 
-Two layers. ``row_stats`` and ``write_grad_`` work on any tile of columns, so that a tiled vocabulary is served as well
-as a whole row; ``cross_entropy_`` does both for full rows. Arithmetic is in float32 (float64 for float64 logits).
+Two layers. ``merge_stats_`` and ``write_grad_`` work on any tile of columns, so that a tiled vocabulary is served as
+well as a whole row; ``cross_entropy_`` does both for full rows. Arithmetic is in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..objective import GradCoefficients, Objective, RowStats, finite_shift, grad_coefficients, row_loss
+from ..objective import GradCoefficients, Objective, RowStats, finite_shift, grad_coefficients, merge, row_loss
 
 # The float32 copy of a block of rows; bounds the temporaries of a chunk and keeps a block in a CPU's cache.
 _BLOCK_BYTES = 16 * 2**20
@@ -36,6 +36,27 @@ def _stats_of_block(tile: Tensor, target: Tensor, first_column: int, objective: 
     if objective.label_smoothing:
         smooth_sum = z.sum(dim=1) if objective.class_weight is None else z @ _columns(objective, first_column, tile)
     return RowStats(row_max, z.exp_().sum(dim=1), target_logit, smooth_sum)
+
+
+def merge_stats_(
+    running: RowStats,
+    tile: Tensor,
+    target: Tensor,
+    first_column: int,
+    objective: Objective,
+    highest: Tensor | None = None,
+) -> None:
+    """``running``, of all columns before first_column or of none, is overwritten by what it is with those of ``tile``.
+
+    ``highest`` (C,), if given, gets each row's maximum in the tile.
+    """
+    own = row_stats(tile, target, first_column, objective)
+    before, here = objective.weights_about(first_column, tile.shape[1]) if objective.label_smoothing else (0, 0)
+    for old, new in zip(running, merge(running, own, before, here), strict=True):
+        if old is not None and new is not None:
+            old.copy_(new)
+    if highest is not None:
+        highest.copy_(own.max)
 
 
 def write_grad_(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..objective import GradCoefficients, Objective, RowStats
+from ..objective import GradCoefficients, Objective, RowStats, stats_of_nothing
 from . import implementation
 
 # A block of the left factor, copied to the accumulator's dtype where the device has no mixed-precision product.
@@ -65,15 +65,41 @@ def _(logits: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor
 
 def row_stats(tile: Tensor, target: Tensor, first_column: int, objective: Objective, kernel: str) -> RowStats:
     """Statistics of each row of ``tile`` (C, T), the raw logits of columns first_column … first_column + T − 1."""
+    dtype = torch.promote_types(tile.dtype, torch.float32)
+    stats = stats_of_nothing(tile.shape[0], objective.label_smoothing > 0, dtype, tile.device)
+    merge_stats_(stats, tile, target, first_column, objective, kernel)
+    return stats
+
+
+def merge_stats_(
+    running: RowStats,
+    tile: Tensor,
+    target: Tensor,
+    first_column: int,
+    objective: Objective,
+    kernel: str,
+    highest: Tensor | None = None,
+) -> None:
+    """``running``, of all columns before first_column or of none, is overwritten by what it is with those of ``tile``.
+
+    ``highest`` (C,), if given, gets each row's maximum in the tile.
+    """
     o = objective
-    row_max, sumexp, target_logit, smooth_sum = _row_stats_op(
-        tile, target, o.class_weight, first_column, o.vocab_size, o.label_smoothing, o.softcap, kernel
-    )
-    return RowStats(row_max, sumexp, target_logit, smooth_sum if o.label_smoothing else None)
+    _merge_stats_op(
+        *running, highest, tile, target, o.class_weight, first_column, o.vocab_size, o.label_smoothing, o.softcap,
+        kernel,
+    )  # fmt: skip
 
 
-@torch.library.custom_op("flce_ref::row_stats", mutates_args=())
-def _row_stats_op(
+@torch.library.custom_op(
+    "flce_ref::merge_stats_", mutates_args={"row_max", "sumexp", "target_logit", "smooth_sum", "highest"}
+)
+def _merge_stats_op(
+    row_max: Tensor,
+    sumexp: Tensor,
+    target_logit: Tensor,
+    smooth_sum: Tensor | None,
+    highest: Tensor | None,
     tile: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
@@ -82,21 +108,15 @@ def _row_stats_op(
     label_smoothing: float,
     softcap: float | None,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> None:
     objective = Objective(vocab_size, 0, label_smoothing, 0.0, softcap, class_weight)
-    stats = implementation(kernel, tile, "row_stats")(tile, target, first_column, objective)
-    row_max, sumexp, target_logit, smooth_sum = stats
-    return row_max, sumexp, target_logit, row_max.new_empty(0) if smooth_sum is None else smooth_sum
+    running = RowStats(row_max, sumexp, target_logit, smooth_sum)
+    implementation(kernel, tile, "merge_stats_")(running, tile, target, first_column, objective, highest)
 
 
-@_row_stats_op.register_fake
-def _(
-    tile: Tensor, target: Tensor, class_weight: Tensor | None, first_column: int, vocab_size: int,
-    label_smoothing: float, softcap: float | None, kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, dtype = tile.shape[0], torch.promote_types(tile.dtype, torch.float32)
-    row_max, sumexp, target_logit = (tile.new_empty(rows, dtype=dtype) for _ in range(3))
-    return row_max, sumexp, target_logit, tile.new_empty(rows if label_smoothing else 0, dtype=dtype)
+@_merge_stats_op.register_fake
+def _(*_args: object, **_kwargs: object) -> None:
+    return None
 
 
 def write_grad_(

@@ -21,7 +21,7 @@ from flce_ref.memory.simulator import simulate
 from flce_ref.memory.step_inputs import head_inputs
 from flce_ref.memory.timeline import Timeline
 
-SCHEDULES = ("naive", "chunked", "checkpointed", "fused")
+SCHEDULES = ("naive", "chunked", "checkpointed", "fused", "vocab_tiled")
 
 #: More chunks than this take minutes to simulate.
 MOST_CHUNKS = 16_384
@@ -60,6 +60,8 @@ IDIOMS: dict[str, Callable[..., Any]] = {
 class HeadStep:
     """A head of V × D and a way to compute its loss; ``chunk_size`` None is the default rule.
 
+    A chunk has some of the tokens or, under vocab_tiled, where it is a tile, some of the words.
+
     ``schedule`` is one of ``SCHEDULES`` or ``IDIOMS``, ``kernel`` as :func:`flce_ref.memory.simulate` takes it.
     """
 
@@ -88,8 +90,12 @@ class HeadStep:
         """What would run; for the library's own schedules."""
         return explain(*self.inputs(tokens), **self._options(chunk_size))
 
+    def cut(self, tokens: int) -> int:
+        """How many of what is cut into chunks there are: tokens, or words."""
+        return self.vocab_size if self.schedule == "vocab_tiled" else tokens
+
     def chunk_rows(self, tokens: int) -> int | None:
-        """C at so many tokens; None without chunks."""
+        """C, or T, at so many tokens; None without chunks."""
         return self.explained(tokens).chunk_size if self.has_chunks else None
 
     def timeline(self, tokens: int, chunk_size: int | None = None) -> Timeline:
@@ -123,12 +129,12 @@ def longest_context(step: HeadStep, budget: int) -> int:
 def fewest_chunks(step: HeadStep, tokens: int, budget: int) -> int | None:
     """The chunk size that makes the fewest chunks with which ``tokens`` fit into ``budget`` bytes, inputs included.
 
-    Sizes tried are N/1, N/2, … rounded up to 128 rows, so that chunks are about equal; below that, powers of two. None
-    if no chunk fits, or the schedule has none.
+    Sizes tried are N/1, N/2, … (of a tile V/1, V/2, …) rounded up to 128, so that chunks are about equal; below that,
+    powers of two. None if no chunk fits, or the schedule has none.
     """
     if not step.has_chunks:
         return None
-    for rows in _equal_chunks(tokens):
+    for rows in _equal_chunks(step.cut(tokens)):
         if _predicted(step, tokens, rows) > budget:
             continue
         if _is_checked(step, tokens, rows):
@@ -140,19 +146,19 @@ def fewest_chunks(step: HeadStep, tokens: int, budget: int) -> int | None:
     return None
 
 
-def _equal_chunks(tokens: int) -> Iterator[int]:
-    last, count = tokens, 1
-    yield tokens
+def _equal_chunks(total: int) -> Iterator[int]:
+    last, count = total, 1
+    yield total
     while last > _TILE:
         count += 1
-        rows = -(-tokens // count)
+        rows = -(-total // count)
         rows = -(-rows // _TILE) * _TILE
         if rows < last:
             yield rows
             last = rows
         elif rows > _TILE:
-            count = max(count, -(-tokens // (rows - _TILE)) - 1)  # the next count at which rows fall by a tile
-    yield from (1 << bit for bit in range(6, -1, -1) if 1 << bit < tokens)
+            count = max(count, -(-total // (rows - _TILE)) - 1)  # the next count at which rows fall by a tile
+    yield from (1 << bit for bit in range(6, -1, -1) if 1 << bit < total)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
@@ -190,7 +196,7 @@ def _predicted(step: HeadStep, tokens: int, rows: int | None = None) -> int:
 
 
 def _chunks(step: HeadStep, tokens: int, rows: int | None) -> int:
-    return -(-tokens // (rows or step.chunk_rows(tokens) or tokens))
+    return -(-step.cut(tokens) // (rows or step.chunk_rows(tokens) or tokens))
 
 
 def _is_checked(step: HeadStep, tokens: int, rows: int | None = None) -> bool:
@@ -198,6 +204,9 @@ def _is_checked(step: HeadStep, tokens: int, rows: int | None = None) -> bool:
 
 
 def _allowance(step: HeadStep, tokens: int, rows: int | None = None) -> int:
-    """More than the closed form leaves out: loss and lse of each row, scalars of each chunk, values of each word."""
+    """More than the closed form leaves out: values of each row, scalars of each chunk, values of each word."""
     wide = max(4, step.dtype.itemsize)
-    return (2 * wide + 1) * tokens + 2048 * _chunks(step, tokens, rows) + 2 * wide * step.vocab_size
+    per_row = (
+        12 if step.schedule == "vocab_tiled" else 2
+    )  # statistics, coefficients and their temporaries; loss and lse
+    return (per_row * wide + 1) * tokens + 2048 * _chunks(step, tokens, rows) + 2 * wide * step.vocab_size

@@ -20,7 +20,7 @@ from .timeline import Frame
 _scope: ContextVar[str] = ContextVar("flce_ref.memory.label", default="")
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul"})
-_READ_LOGITS = frozenset({"aten::_log_softmax", "aten::logsumexp", "flce_ref::cross_entropy_"})
+_READ_LOGITS = frozenset({"aten::_log_softmax", "aten::logsumexp", "flce_ref::cross_entropy_", "flce_ref::write_grad_"})
 _UNFILLED = frozenset(
     f"aten::{prefix}{name}"
     for prefix in ("", "new_")

@@ -22,7 +22,7 @@ KERNELS = ("cuda", "triton", "eager", "cpu")
 # on a GPU the mixed-precision product is one call of cuBLAS, whichever the row kernel is.
 _BODY_RUNS_UNDER = {
     "flce_ref::cross_entropy_": ("eager", "cpu"),
-    "flce_ref::row_stats": ("eager", "cpu"),
+    "flce_ref::merge_stats_": ("eager", "cpu"),
     "flce_ref::write_grad_": ("eager", "cpu"),
     "flce_ref::accumulate_product_": ("cpu",),
 }

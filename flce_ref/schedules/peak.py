@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from .filtering import NEARLY_ALL
 from .plan import Plan
 
 
@@ -88,3 +89,29 @@ def fused_peak(head: Head, plan: Plan) -> int:
     in_forward = x_copy + w_copy + buffer + computed_dx + accumulator
     in_backward = computed_dx + accumulator + final + (head.dx if x_copy else 0)
     return max(in_forward, in_backward)
+
+
+def tiled_peak(head: Head, plan: Plan) -> int:
+    """Cut along the vocabulary: in backward, the tile beside dw and the sum of dx, or that sum beside its copy.
+
+    With ``plan.filter_eps`` the most that it can be: a tile that just not nearly all tokens need.
+    """
+    width = min(plan.chunk_size, head.v)
+    buffer = head.n * width * head.compute_bytes
+    # Autocast copies input to the dtype of the products; of the weight a tile, and the next one before that is gone.
+    x_copy = head.n * head.d * head.compute_bytes if head.input_bytes != head.compute_bytes else 0
+    w_copies = 2 * width * head.d * head.compute_bytes if head.weight_bytes != head.compute_bytes else 0
+    in_forward = x_copy + w_copies + buffer
+    if not (head.needs_dx or head.needs_dw):
+        return in_forward
+    accum_bytes = plan.accum_dtype.itemsize
+    sum_of_dx = head.n * head.d * accum_bytes if head.needs_dx else 0
+    computed_dx = head.n * head.d * head.compute_bytes if head.needs_dx and accum_bytes != head.compute_bytes else 0
+    gathered = 0
+    if plan.filter_eps is not None and width < head.v:
+        rows = int(NEARLY_ALL * head.n)
+        gathered = rows * head.d * (head.compute_bytes + (accum_bytes if head.needs_dx else 0))
+    in_backward = x_copy + w_copies + buffer + head.dw + sum_of_dx + gathered
+    at_the_end = x_copy + head.dw + sum_of_dx + computed_dx
+    cast_of_dx = head.dw + computed_dx + (head.dx if x_copy else 0)
+    return max(in_forward, in_backward, at_the_end, cast_of_dx)

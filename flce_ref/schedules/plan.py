@@ -1,4 +1,4 @@
-"""How many rows of logits exist at once, and in which dtype the weight's gradient is summed."""
+"""How many rows or columns of logits exist at once, and in which dtype what every piece adds to is summed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,34 @@ import torch
 if TYPE_CHECKING:
     from .vocab_parallel import Shard
 
-# Below this many rows a product no longer fills a GPU, however small the hidden size is.
+# Below this many rows (or columns) a product no longer fills a GPU, however small the hidden size is.
 _SMALLEST_CHUNK = 1024
-# Rows come in multiples of this: the tile height of the matrix products.
+# They come in multiples of this: the tile height of the matrix products.
 _TILE = 128
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a chunked schedule needs to know beside its tensors.
+    """What a schedule that works in pieces needs to know beside its tensors.
 
-    ``chunk_size`` is C, the rows of logits alive at once; ``accum_dtype`` that of the sum of ``dw``; ``kernel`` the row
-    kernel's name; ``shard`` this rank's part of the vocabulary, None where it has all of it.
+    ``chunk_size`` is C, the rows of logits alive at once, or T, the columns; ``accum_dtype`` that of the sum over
+    pieces: of ``dw`` over chunks of tokens, of ``dx`` over tiles of the vocabulary; ``kernel`` names what works
+    out row losses and gradients; ``shard`` is this rank's part of the vocabulary, None where it has all; ``filter_eps``
+    the probability below which the gradient of a tile is left out, None where none is.
     """
 
     chunk_size: int
     accum_dtype: torch.dtype
     kernel: str
     shard: Shard | None = None
+    filter_eps: float | None = None
+
+
+def piece_size(schedule: str, asked: int | None, n_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Rows of a chunk or, under ``vocab_tiled``, columns of a tile: what was asked for, at most all, or the default."""
+    if schedule == "vocab_tiled":
+        return default_tile_width(vocab_size, hidden_size) if asked is None else min(asked, vocab_size)
+    return default_chunk_size(n_tokens, hidden_size) if asked is None else min(asked, max(n_tokens, 1))
 
 
 def default_chunk_size(n_tokens: int, hidden_size: int) -> int:
@@ -38,13 +48,27 @@ def default_chunk_size(n_tokens: int, hidden_size: int) -> int:
     allocated in backward anyway, after the buffer is gone, next to a float32 sum that lives through both: so up to
     C = D the buffer does not raise the step peak, and larger chunks only buy fewer, larger products.
     """
-    if n_tokens <= 1:
-        return max(1, n_tokens)
-    largest = max(_SMALLEST_CHUNK, hidden_size)
-    equal = ceil(n_tokens / ceil(n_tokens / largest))
-    return min(n_tokens, ceil(equal / _TILE) * _TILE)
+    return _equal_pieces(n_tokens, max(_SMALLEST_CHUNK, hidden_size))
+
+
+def default_tile_width(vocab_size: int, hidden_size: int) -> int:
+    """T for V words of hidden size D: about 2 D columns, at least 1024, never more than V, and all tiles about equal.
+
+    With T = 2 D the (N, T) logits of half precision take as many bytes as the float32 sum of dx (N, D) beside them: a
+    tile at most doubles what cannot be avoided, whatever N is. Narrower tiles cost time: each adds to that sum, which
+    is read and written once more for it, and the product that does so has only T terms to hide it behind.
+    """
+    return _equal_pieces(vocab_size, max(_SMALLEST_CHUNK, 2 * hidden_size))
+
+
+def _equal_pieces(total: int, largest: int) -> int:
+    """The size of pieces of ``total``: at most ``largest`` but for rounding up to a multiple of 128, about equal."""
+    if total <= 1:
+        return max(1, total)
+    equal = ceil(total / ceil(total / largest))
+    return min(total, ceil(equal / _TILE) * _TILE)
 
 
 def accumulation_dtype(accum_dtype: torch.dtype | None, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which ``dw`` is summed: the one asked for, else float32 or wider."""
+    """The dtype in which pieces are summed: the one asked for, else float32 or wider."""
     return accum_dtype or torch.promote_types(compute_dtype, torch.float32)

@@ -46,13 +46,8 @@ class _Recompute(torch.autograd.Function):
         if grad_loss is None and grad_lse is None:
             return (None,) * 9
         input, linear_weight, linear_bias, target = ctx.saved_tensors
-        # What comes to an ignored row counts for nothing, even if it is not finite (the square root of its loss, say).
-        ignored = target == ctx.objective.ignore_index
-        upstream = [None if g is None else g.masked_fill(ignored, 0.0) for g in (grad_loss, grad_lse)]
         # Upstream gradients of 1/N would underflow in float16 dlogits: their scale is taken out here, put back below.
-        scale = _largest(*upstream)
-        grad_loss, grad_lse = (None if g is None else g / scale for g in upstream)
-        grad_loss = target.new_zeros(target.shape, dtype=scale.dtype) if grad_loss is None else grad_loss
+        grad_loss, grad_lse, scale = without_scale(grad_loss, grad_lse, target, ctx.objective)
         rows = consume_chunks(
             input, linear_weight, linear_bias, target, ctx.objective, ctx.plan, ctx.needs_input_grad[:3],
             grad_loss, grad_lse,
@@ -62,6 +57,20 @@ class _Recompute(torch.autograd.Function):
             for g, t in zip((rows.dx, rows.dw, rows.db), (input, linear_weight, linear_bias), strict=True)
         )
         return dx, dw, db, None, None, None, None, None, None
+
+
+def without_scale(
+    grad_loss: Tensor | None, grad_lse: Tensor | None, target: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The upstream gradients (N,), one at least, divided by their largest finite magnitude, and that (), or 1 for 0."""
+    # What comes to an ignored row counts for nothing, even if it is not finite (the square root of its loss, say).
+    ignored = target == objective.ignore_index
+    upstream = [None if g is None else g.masked_fill(ignored, 0.0) for g in (grad_loss, grad_lse)]
+    scale = _largest(*upstream)
+    grad_loss, grad_lse = (None if g is None else g / scale for g in upstream)
+    if grad_loss is None:
+        grad_loss = target.new_zeros(target.shape, dtype=scale.dtype)
+    return grad_loss, grad_lse, scale
 
 
 def _largest(*upstream: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from flce_ref import explain, kernels, linear_cross_entropy
 from tests.oracle import oracle, problem, relative_error
 
 pytestmark = pytest.mark.gpu
-SCHEDULES = ("naive", "chunked", "checkpointed", "fused")
+SCHEDULES = ("naive", "chunked", "checkpointed", "fused", "vocab_tiled")
 KERNELS = tuple(name for name, state in kernels.available().items() if state == "usable")
 
 
