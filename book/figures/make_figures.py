@@ -60,6 +60,7 @@ def main() -> None:
     import the_plateau
     import the_spike
     import the_suite
+    import the_training_run
     import whole_steps
 
     makers: dict[str, Callable[[], None]] = {
@@ -77,6 +78,7 @@ def main() -> None:
         "parts-of-a-chunk": the_chunk.parts_of_a_chunk,
         "lengths": the_chunk.lengths,
         "chunk-tables": the_chunk.tables,
+        "training": the_training_run.training,
         "suite-tables": the_suite.tables,
     }
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
