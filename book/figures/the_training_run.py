@@ -42,5 +42,5 @@ def training() -> None:
         figure,
         f"Left, the losses of the naive and the fused run lie on each other; means of the last 20 steps: {said}. "
         "Right, on a logarithmic axis, the differences from the naive run, all small at first and growing: at most "
-        f"{derived['largest']['noise']:.2f} for three reordered runs, {derived['largest']['fused']:.2f} for the fused one.",
+        f"{derived['largest']['noise']:.2f} for the reordered runs, {derived['largest']['fused']:.2f} for the fused.",
     )
