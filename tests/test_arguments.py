@@ -69,6 +69,9 @@ X, W, Y = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64
             ValueError,
             r"has no use for accum_dtype.*'fused'",
         ),
+        ({"filter_eps": 0.1}, ValueError, r"schedule='fused' has no use for filter_eps.*'vocab_tiled'"),
+        ({"schedule": "vocab_tiled", "filter_eps": 0}, ValueError, r"filter_eps must be a number in \(0, 1\) or None"),
+        ({"schedule": "vocab_tiled", "filter_eps": "auto"}, TypeError, r"filter_eps must be .*got 'auto'"),
     ],
 )
 def test_errors_name_the_argument(change: dict[str, object], error: type[Exception], says: str) -> None:

@@ -141,6 +141,12 @@ def test_a_right_implementation_passes_everything_that_it_supports():
     assert refused == {"label_smoothing", "softcap", "return_lse", "return_lse.gradient", "combinations.softcap"}
 
 
+def test_the_cut_of_the_vocabulary_passes_everything():
+    report = verify(linear_cross_entropy, schedule="vocab_tiled")
+    assert report.ok, str(report)
+    assert {row.status for row in report.checks} == {"passed", "measured"}
+
+
 @pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed"])
 def test_the_other_schedules_fail_only_as_expected(schedule):
     report = verify(linear_cross_entropy, schedule=schedule)

@@ -348,7 +348,7 @@ def test_the_hidden_states_are_not_kept_for_that_refusal() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("schedule", ["fused", "checkpointed"])
+@pytest.mark.parametrize("schedule", ["fused", "checkpointed", "vocab_tiled"])
 def test_class_weights_changed_after_forward_change_nothing(schedule: str, reduction: str) -> None:
     x, w, y = problem()
     weight = torch.rand(len(w), dtype=torch.float64)

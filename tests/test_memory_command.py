@@ -96,7 +96,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *IDIOMS])
 def test_the_longest_context_fits_and_one_token_more_does_not(schedule: str) -> None:
-    step = HeadStep(schedule, 4096, 64, chunk_size=512 if schedule in ("chunked", "checkpointed", "fused") else None)
+    step = HeadStep(schedule, 4096, 64, chunk_size=512 if schedule in SCHEDULES[1:] else None)
     budget = 9_000_000
     longest = longest_context(step, budget)
     assert longest > 0
@@ -120,12 +120,14 @@ def test_the_longest_context_of_chapter_1() -> None:
     assert longest_context(HeadStep("naive", 151_552, 2048), 80 * GIB) == 93_362
 
 
-@pytest.mark.parametrize("schedule", ["chunked", "checkpointed", "fused"])
+@pytest.mark.parametrize("schedule", ["chunked", "checkpointed", "fused", "vocab_tiled"])
 @pytest.mark.parametrize("budget", [3_200_000, 20_000_000])
 def test_the_chunk_that_fits_makes_the_fewest_chunks(schedule: str, budget: int) -> None:
     step = HeadStep(schedule, 4096, 64)
     tokens = 3000
     sizes = [tokens, 1536, 1024, 768, 640, 512, 384, 256, 128]
+    if schedule == "vocab_tiled":
+        sizes = [4096, 2048, 1408, 1024, 896, 768, 640, 512, 384, 256, 128]
     fits = [rows for rows in sizes if step.timeline(tokens, rows).peak_bytes <= budget]
     found = fewest_chunks(step, tokens, budget)
     assert found == (fits[0] if fits else found)

@@ -24,7 +24,7 @@ from tests.allocator_events import real_events, simulated_events, without_passin
 
 GIB = 1 << 30
 GRAVITY = (151552, 2048)
-N, V, D, C = 2560, 500, 32, 640  # chunk's rows of bools, the smallest buffers that matter, take more than 512 B
+N, V, D, C, T = 2560, 500, 32, 640, 128  # chunk's rows of bools, the smallest buffers that matter, take more than 512 B
 
 
 def head(n: int = N, v: int = V, d: int = D, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,6 +137,14 @@ SCHEDULES = {
     "fused, every option": {"chunk_size": C, "softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1},
     "fused, loss per token": {"chunk_size": C, "reduction": "none"},
     "fused, lse": {"chunk_size": C, "return_lse": True},
+    "vocab_tiled": {"schedule": "vocab_tiled", "chunk_size": T},
+    "vocab_tiled, every option": {
+        "schedule": "vocab_tiled",
+        "chunk_size": T,
+        "softcap": 5.0,
+        "z_loss": 0.1,
+        "label_smoothing": 0.1,
+    },
 }
 STEPS: dict[str, Callable[..., Any]] = {name: schedule(**options) for name, options in SCHEDULES.items()} | {
     f.__name__: f

@@ -115,6 +115,7 @@ def _calls(tokens: int, hidden: int, dtype: torch.dtype) -> dict[str, dict[str, 
     for chunk in (default // 2, 2 * default, 4 * default):
         if 1 <= chunk <= tokens:
             calls[f"fused, chunk {chunk}"] = {"chunk_size": chunk}
+    calls["vocab_tiled (default)"] = {"schedule": "vocab_tiled"}
     if dtype == torch.bfloat16:
         calls[f"fused, chunk {default}, dw summed in bfloat16"] = {"accum_dtype": torch.bfloat16}
     return calls

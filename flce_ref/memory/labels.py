@@ -20,7 +20,8 @@ from .timeline import Frame
 _scope: ContextVar[str] = ContextVar("flce_ref.memory.label", default="")
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul"})
-_READ_LOGITS = frozenset({"aten::_log_softmax", "aten::logsumexp", "flce_ref::cross_entropy_", "flce_ref::write_grad_"})
+_READS_TILES = "flce_ref::write_grad_"
+_READ_LOGITS = frozenset({"aten::_log_softmax", "aten::logsumexp", "flce_ref::cross_entropy_", _READS_TILES})
 _UNFILLED = frozenset(
     f"aten::{prefix}{name}"
     for prefix in ("", "new_")
@@ -146,6 +147,8 @@ class Names:
             if len(block.written_by) > 1:
                 return "logits buffer", "logits"
             return self._numbered("logits", block), "logits"
+        if self._is_tile(block):
+            return "buffer for a tile of logits", "logits"
         if op == "aten::_log_softmax":
             return self._numbered("log-probabilities", block), "log-probabilities"
         if op == "aten::nll_loss_backward":
@@ -208,6 +211,15 @@ class Names:
             return False
         return any(self._is_head_product(operation) for operation in (block.made_by, *block.written_by))
 
+    def _is_tile(self, block: Block) -> bool:
+        """(N, T): filled by the input times some rows of the head's weight, and never added to."""
+        if len(block.shape) != 2 or block.made_by.name not in _UNFILLED or self._like_head(block):
+            return False
+        factors = [[b for b, _ in op.operands] for op in block.written_by if self._is_head_product(op)]
+        return bool(factors) and all(
+            block not in read and all(b.shape[-1:] != (v,) for b in read for v in self._vocabulary) for read in factors
+        )
+
     def _is_head_product(self, operation: Operation) -> bool:
         return operation.name in _PRODUCTS and any(
             block in self._heads or self._is_copy_of_head(block) for block, _ in operation.operands
@@ -249,10 +261,16 @@ def _heads(blocks: Sequence[Block]) -> set[Block]:
             for operation in (block.made_by, *block.written_by):
                 if operation.name in _PRODUCTS:
                     factors = (_source(factor) for factor, _ in operation.operands)
-                    found |= {f for f in factors if f.role == "weight" and f.shape[:1] == block.shape[-1:]}
+                    found |= {f for f in factors if f.role == "weight" and _makes_columns_of(f, block)}
     if not found and any(block.role == "target" for block in blocks):
         found = {block for block in blocks if block.role == "weight"}
     return {head for head in found if len(head.shape) == 2}
+
+
+def _makes_columns_of(weight: Block, logits: Block) -> bool:
+    """Whether each row of ``weight`` makes one column of ``logits`` or, where those are a tile, some rows do."""
+    words, columns = weight.shape[:1], logits.shape[-1:]
+    return words == columns or (_READS_TILES in logits.read_by and words > columns)
 
 
 def _source(block: Block) -> Block:
