@@ -39,7 +39,7 @@ FLOOR = "floor: three products, pieces of 4096"
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 THRESHOLDS = (2**-14, 2**-12, 2**-10)
 SWEPT_HEADS = ("gravity-16b-a3b", "llama-3-8b", "gemma-3-4b")
-SWEPT_TOKENS = (1024, 4096, 16384, 65536)
+SWEPT_TOKENS = (256, 1024, 4096, 16384, 65536)
 GIB = 2**30
 
 
