@@ -90,8 +90,10 @@ def test_more_than_two_to_the_31_logits_in_a_tile(module: ModuleType) -> None:
         ones = torch.ones(len(y), device="cuda")
         module.write_grad_(t, y, 0, stats, GradCoefficients(ones, ones, 0 * ones), case.objective)
         results.append([*(s[-8:] for s in stats[:3]), t[-8:]])
+    # Not to the last bit: rows that start elsewhere are cut into vectors elsewhere, and added up in another order.
     for many, alone in zip(*results, strict=True):
-        assert torch.equal(many.nan_to_num(), alone.nan_to_num())
+        rounding = 2**-7 if many.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(many, alone, rtol=rounding, atol=1e-6, equal_nan=True)
 
 
 def test_statistics_that_a_kernel_cannot_write_to_are_refused() -> None:
@@ -165,10 +167,10 @@ def test_autocast(dtype: torch.dtype) -> None:
         plain = linear_cross_entropy(x, w, y, schedule="naive")
     _, true = true_gradients(x, w, y)
     for got, plain_grad, truth in zip(
-        torch.autograd.grad(loss, (x, w)), torch.autograd.grad(plain * 1024, (x, w)), true, strict=True
-    ):
+        torch.autograd.grad(loss, (x, w)), torch.autograd.grad(plain * len(y), (x, w)), true, strict=True
+    ):  # plain PyTorch at a loss scale that makes its dlogits as large: p, not p / N, which float16 can't hold
         assert got.dtype == torch.float32
-        assert relative_error(got, truth) <= 1.1 * relative_error(plain_grad / 1024, truth)
+        assert relative_error(got, truth) <= 2 * relative_error(plain_grad / len(y), truth)
 
 
 def test_filtering_leaves_out_what_is_small() -> None:
