@@ -21,7 +21,7 @@ COMPRESSED = {".html", ".css", ".js", ".json", ".svg", ".txt", ".xml"}
 
 
 @cache
-def compressed(path: Path) -> bytes:
+def compressed(path: Path, changed: float) -> bytes:
     return gzip.compress(path.read_bytes(), 6)
 
 
@@ -32,7 +32,7 @@ class Handler(SimpleHTTPRequestHandler):
         path = Path(self.translate_path(self.path))
         if "gzip" not in self.headers.get("Accept-Encoding", "") or path.suffix not in COMPRESSED or not path.is_file():
             return super().send_head()
-        body = compressed(path)
+        body = compressed(path, path.stat().st_mtime)
         self.send_response(200)
         self.send_header("Content-Type", self.guess_type(str(path)))
         self.send_header("Content-Encoding", "gzip")
