@@ -112,13 +112,14 @@ def prepare(a: Arguments, vocab_size: int | None = None, shard: Shard | None = N
 
 
 def counts_of(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """(2,): the number of valid tokens, n_valid, and Σ weight[target] over them."""
+    """(2,) float64: the number of valid tokens, n_valid, and Σ weight[target] over them."""
     valid = target != ignore_index
-    total = weight[target.clamp(0, weight.shape[0] - 1)].masked_fill(~valid, 0.0).sum()
+    total = weight.double()[target.clamp(0, weight.shape[0] - 1)].masked_fill(~valid, 0.0).sum()
     return torch.stack([valid.sum().to(total.dtype), total])
 
 
 def normalised(weight: Tensor, counts: Tensor) -> Tensor:
     """Class weights times n_valid / Σ weight[target], so that "mean" can divide every term by n_valid alone."""
     n_valid, total = counts
-    return weight * torch.where(n_valid == 0, 1.0, n_valid / total)
+    # In float64: neither the sum of large weights nor the inverse of small ones need be a float32.
+    return (weight.double() * torch.where(n_valid == 0, 1.0, n_valid / total)).to(weight.dtype)

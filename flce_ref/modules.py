@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .arguments import check_objective
+from .arguments import check_flags, check_objective, check_schedule
 from .functional import linear_cross_entropy
 
 
@@ -42,6 +43,17 @@ class LinearCrossEntropyLoss(nn.Module):
         known = {"schedule", "chunk_size", "accum_dtype", "kernel", "skip_ignored", "return_lse", "filter_eps"}
         if unknown := sorted(set(how) - known):
             raise TypeError(f"unknown argument {unknown[0]!r}; accepted are {', '.join(sorted(known))}")
+        given = {
+            "schedule": "fused",
+            "chunk_size": None,
+            "accum_dtype": None,
+            "kernel": "auto",
+            "filter_eps": None,
+        } | how
+        check_flags(skip_ignored=given.pop("skip_ignored", False), return_lse=given.pop("return_lse", False))
+        # Which accum_dtype goes with the inputs is seen in a call: for now, assume that it does.
+        accum = given["accum_dtype"]
+        check_schedule(**given, compute_dtype=accum if isinstance(accum, torch.dtype) else torch.float32)
         self.register_buffer("weight", weight, persistent=False)
         self.options: dict[str, Any] = {
             "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing,

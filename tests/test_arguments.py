@@ -204,3 +204,28 @@ def test_only_dense_tensors(name: str) -> None:
     for function in (linear_cross_entropy, explain):
         with pytest.raises(TypeError, match=f"{name} must be a dense tensor .torch.strided., got torch.sparse_coo"):
             function(**tensors)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 3e38])
+def test_a_mean_does_not_depend_on_the_scale_of_class_weights(scale: float) -> None:
+    torch.manual_seed(0)
+    x, w, y = torch.randn(6, 3), torch.randn(5, 3), torch.randint(0, 5, (6,))
+    weight = torch.full((5,), scale)
+    torch.testing.assert_close(linear_cross_entropy(x, w, y, weight=weight), linear_cross_entropy(x, w, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "fastest"}, "schedule must be one of"),
+        ({"chunk_size": 0}, "chunk_size must be an int ≥ 1"),
+        ({"schedule": "naive", "chunk_size": 8}, "has no use for chunk_size"),
+        ({"accum_dtype": torch.float16}, "accum_dtype"),
+        ({"kernel": "fast"}, "kernel must be one of"),
+        ({"skip_ignored": 1}, "skip_ignored"),
+    ],
+)
+def test_a_module_refuses_its_options_when_it_is_made(options: dict[str, object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        LinearCrossEntropyLoss(**options)  # type: ignore[arg-type]
+    LinearCrossEntropyLoss(accum_dtype=torch.bfloat16, chunk_size=8)

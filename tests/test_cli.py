@@ -131,6 +131,8 @@ def test_models_where_the_terminal_has_only_ascii() -> None:
         ([], "required: COMMAND"),
         (["modles"], "invalid choice: 'modles'"),
         (["models", "--batch", "0"], "argument --batch: expected an integer ≥ 1, got '0'"),
+        (["models", "--seq", "9" * 400], "argument --seq: expected an integer up to 10**60, got one of 400 digits"),
+        (["verify", "flce_ref:linear_cross_entropy", "--device", "meta"], "cannot be called on meta tensors"),
         (["models", "--batch", "-1"], "argument --batch: expected an integer ≥ 1, got '-1'"),
         (["models", "--seq", "4k", "--json"], "argument --seq: expected an integer ≥ 1, got '4k'"),
         (["models", "--dtype", "int8"], "argument --dtype: unknown dtype 'int8'; accepted: bf16, fp16, fp32, fp64 or"),
@@ -244,3 +246,13 @@ def test_dtype_names(text: str) -> None:
 def test_other_attributes_of_torch_are_no_dtypes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="unknown dtype"):
         common.dtype(text)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_said_in_one_line(options: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "flce_ref", "models", *options]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "standard output can't be written" in done.stderr
+    assert "Traceback" not in done.stderr

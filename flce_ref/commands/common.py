@@ -50,13 +50,15 @@ def checked(convert: Callable[[str], T]) -> Callable[[str], T]:
 
 @checked
 def positive_int(text: str) -> int:
-    """Read an integer ≥ 1; ``1_000_000`` is accepted as Python accepts it."""
+    """Read an integer from 1 to 10¹⁵; ``1_000_000`` is accepted as Python accepts it."""
     try:
         value = int(text)
     except ValueError:
         value = 0
     if value < 1:
         raise ValueError(f"expected an integer ≥ 1, got {text!r}")
+    if value > 10**60:  # products of a few such numbers are still floats
+        raise ValueError(f"expected an integer up to 10**60, got one of {len(text)} digits")
     return value
 
 

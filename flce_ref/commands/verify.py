@@ -30,9 +30,9 @@ def run_verify(args: argparse.Namespace) -> int:
     try:
         function = load(args.target)
         settings = dict(parse_setting(setting) for setting in args.settings)
-        torch.empty(1, device=args.device)
+        torch.zeros(1, device=args.device).item()  # on the meta device nothing can be computed
     except (ValueError, RuntimeError, AssertionError) as error:  # Assertion: "Torch not compiled with CUDA enabled"
-        args.parser.error(str(error))
+        args.parser.error(str(error).splitlines()[0])
     faulthandler.enable(2)  # standard error; a function that crashes the process: which check it was in
     report = run(function, args.device, settings, name=args.target)
     if args.json:
