@@ -37,7 +37,7 @@ from flce_ref.schedules.filtering import NEARLY_ALL  # noqa: E402
 from flce_ref.schedules.plan import default_tile_width  # noqa: E402
 
 FLOOR = "floor: three products, pieces of 4096"
-WIDTHS = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 16384)
+WIDTHS = (1024, 2048, 4096, 8192, 16384)
 THRESHOLDS = (2**-14, 2**-12, 2**-10)
 SWEPT_HEADS = ("gravity-16b-a3b", "llama-3-8b", "gemma-3-4b")
 SWEPT_TOKENS = (256, 1024, 4096, 16384, 65536)
@@ -109,8 +109,9 @@ def widths(a: argparse.Namespace, unavailable: dict[str, str]) -> dict[str, Any]
     steps["vocab_tiled default"] = tiled()
     steps |= {f"vocab_tiled, T = {width}": tiled(chunk_size=width) for width in WIDTHS if width < a.vocab}
     steps["vocab_tiled default, bf16 dx"] = tiled(accum_dtype=torch.bfloat16)
-    if kernels.available()["triton"] == "usable":
-        steps["vocab_tiled default, triton kernel"] = tiled(kernel="triton")
+    for kernel in ("triton", "eager"):
+        if kernels.available()[kernel] == "usable" and (kernel != "eager" or a.device.type == "cuda"):
+            steps[f"vocab_tiled default, {kernel} kernel"] = tiled(kernel=kernel)
     steps["fused default"] = fused()
     steps |= {f"fused bf16 dw, chunk {c}": fused(accum_dtype=torch.bfloat16, chunk_size=c) for c in (512, 1024)}
     steps["naive"] = fused(schedule="naive")
@@ -137,11 +138,10 @@ def filtering(a: argparse.Namespace, unavailable: dict[str, str]) -> dict[str, A
     found = []
     for name, make in heads.items():
         free()
-        given, thresholds = make(), THRESHOLDS if name == "trained" else (2**-12,)
-        steps = {"exact": tiled()} | {f"filter_eps = {power_of(e)}": tiled(filter_eps=e) for e in thresholds}
-        if name == "trained":
-            steps["filter_eps = 2^-12, T = 1024"] = tiled(filter_eps=2**-12, chunk_size=min(1024, a.vocab))
-            steps |= {"fused default": fused(), "naive": fused(schedule="naive")}
+        given = make()
+        steps = {"exact": tiled(), "fused default": fused()}
+        steps |= {f"filter_eps = {power_of(eps)}": tiled(filter_eps=eps) for eps in THRESHOLDS}
+        steps["filter_eps = 2^-12, T = 1024"] = tiled(filter_eps=2**-12, chunk_size=min(1024, a.vocab))
         steps |= cut_steps(unavailable)
         rows = table_of(steps, given, a.rounds)
         for row in rows:
@@ -161,9 +161,11 @@ def sweep(a: argparse.Namespace) -> list[dict[str, Any]]:
         model = models.get(model_id)
         vocab, hidden = model.vocab_size, model.hidden_size
         for tokens in a.swept_tokens:
-            free()  # what the last length has left
+            free()
             head = random_head(tokens, vocab, hidden, a.device, deviation=0.9)
-            options: dict[str, dict[str, Any]] = {"fused": {}, "vocab_tiled": {"schedule": "vocab_tiled"}}
+            low = {"accum_dtype": torch.bfloat16, "chunk_size": min(1024, tokens)}
+            options: dict[str, dict[str, Any]] = {"fused": {}, "fused, bf16 dw, chunk 1024": low}
+            options["vocab_tiled"] = {"schedule": "vocab_tiled"}
             for row in table_of({n: fused(**o) for n, o in options.items()}, head, 2, truth=False):
                 predicted = explain(*head, **options[row["name"]])
                 row |= {"model": model_id, "tokens": tokens, "vocab": vocab, "hidden": hidden}
@@ -273,7 +275,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, size in (("tokens", 8192), ("vocab", 151552), ("hidden", 2048), ("rounds", 3), ("training", 300)):
+    for name, size in (("tokens", 8192), ("vocab", 151552), ("hidden", 2048), ("rounds", 3), ("training", 400)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--part", action="append", choices=("widths", "filter", "sweep"), help="default: all three")
     parser.add_argument("--swept-heads", nargs="*", default=SWEPT_HEADS, help="models of the sweep")
