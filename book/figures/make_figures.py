@@ -60,6 +60,7 @@ def main() -> None:
     import the_plateau
     import the_spike
     import the_suite
+    import the_tiles
     import the_training_run
     import whole_steps
 
@@ -78,6 +79,9 @@ def main() -> None:
         "parts-of-a-chunk": the_chunk.parts_of_a_chunk,
         "lengths": the_chunk.lengths,
         "chunk-tables": the_chunk.tables,
+        "two-cuts": the_tiles.two_cuts,
+        "which-cut": the_tiles.which_cut,
+        "tile-tables": the_tiles.table_of_cuts,
         "training": the_training_run.training,
         "suite-tables": the_suite.tables,
     }
