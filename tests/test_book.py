@@ -17,6 +17,7 @@ yaml = pytest.importorskip("yaml")
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
 offline_pages = pytest.importorskip("offline_pages", reason="needs Sphinx")
 measured = pytest.importorskip("measured", reason="needs Sphinx")
+heads_table = pytest.importorskip("heads_table", reason="needs Sphinx")
 
 FIGURE = re.compile(r"^(?P<fence>`{3,}|:{3,})\{(?:figure|image)\}.*?^(?P=fence)\s*$", re.MULTILINE | re.DOTALL)
 MARKDOWN_IMAGE_WITHOUT_TEXT = re.compile(r"!\[\s*\]\(")
@@ -94,6 +95,21 @@ def test_a_data_file_without_an_origin_is_refused(tmp_path: Path, missing: str) 
 def test_the_readme_says_what_its_picture_shows() -> None:
     text = (ROOT / "book/figures/readme.txt").read_text(encoding="utf-8").strip()
     assert f'alt="{text}"' in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_front_page_says_what_its_picture_shows() -> None:
+    text = (ROOT / "book/figures/readme.txt").read_text(encoding="utf-8").strip()
+    page = (ROOT / "book/index.md").read_text(encoding="utf-8")
+    assert page.count(f":alt: {text}\n") == page.count("```{image}") == 2  # light and dark
+
+
+def test_the_heads_of_the_front_page_are_those_of_the_simulator_nearly() -> None:
+    simulated = json.loads((ROOT / "book/data/simulated/context.json").read_text(encoding="utf-8"))
+    peaks = {row["schedule"]: row["step_peak_bytes"] / 2**30 for row in simulated["peaks"] if row["tokens"] == 2**17}
+    *_, ratio, logits, naive, fused, _ = heads_table.rows()[simulated["model"]].split("|")
+    assert (ratio.strip(), logits.strip()) == ("74", "37.0")
+    assert float(naive) == pytest.approx(peaks["naive"], abs=0.051)
+    assert float(fused) == pytest.approx(peaks["fused"], abs=0.051)
 
 
 @pytest.mark.parametrize("path", [*PAGES, *ROOT.glob("*.md")], ids=lambda path: path.stem)
