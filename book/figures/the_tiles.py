@@ -130,6 +130,8 @@ def _derived(measured: dict[str, Any]) -> None:
             "four_over_floor": four["median_ms"] / floor["median_ms"],
             "over_fused": default["median_ms"] / table["fused default"]["median_ms"],
             "dx_traffic_bytes": sums,
+            "ms_per_tile": (table["vocab_tiled, T = 1024"]["median_ms"] - table["vocab_tiled, T = 2048"]["median_ms"])
+            / 74,
             "filter_saves": 1 - trained["filter_eps = 2^-12"]["median_ms"] / trained["exact"]["median_ms"],
         },
     )
