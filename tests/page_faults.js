@@ -8,6 +8,8 @@ async () => {
     for (const fold of document.querySelectorAll("details")) fold.open = true;
     for (const fold of document.querySelectorAll(".toggle-hidden")) fold.classList.remove("toggle-hidden");
     for (const image of document.images) image.loading = "eager";
+    const arrives = (image) => image.complete || new Promise((done) => (image.onload = image.onerror = done));
+    await Promise.all([...document.images].map(arrives));
     await window.MathJax?.startup?.promise;
     await document.fonts.ready;
     await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));

@@ -27,6 +27,20 @@ def compressed(path: Path, changed: float) -> bytes:
 
 class Handler(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    prefix = ""  # the path under which the folder is served, such as "/flce"
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path(path.removeprefix(self.prefix))
+
+    def send_error(self, code: int, *arguments: Any) -> None:
+        page = Path(self.directory, "404.html")
+        if code != 404 or not page.is_file():
+            return super().send_error(code, *arguments)
+        self.send_response(404)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(page.stat().st_size))
+        self.end_headers()
+        self.wfile.write(page.read_bytes())
 
     def send_head(self) -> Any:
         path = Path(self.translate_path(self.path))
@@ -46,14 +60,15 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path, port: int = 0) -> Iterator[str]:
+def served(folder: Path, port: int = 0, prefix: str = "") -> Iterator[str]:
     """The address at which ``folder`` is served while the context lasts."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=str(folder)))
+    handler = type("Handler", (Handler,), {"prefix": prefix})
+    server = ThreadingHTTPServer(("127.0.0.1", port), partial(handler, directory=str(folder)))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}{prefix}"
     finally:
         server.shutdown()
         server.server_close()

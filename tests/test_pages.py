@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urldefrag
+from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
+from pages_server import COMPRESSED, compressed, served
 
 ROOT = Path(__file__).parent.parent
 BOOK = Path(os.environ.get("BOOK_HTML", ROOT / "_build" / "html")).resolve()
@@ -23,7 +24,11 @@ NOT_BUILT = f"NO PAGE IS TESTED: no book in {BOOK}; make pages builds it"
 WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
 LOCAL = ("file:", "data:", "blob:", "about:")
+HEAVIEST = 1_500_000  # bytes of a page's first visit, text compressed as GitHub Pages does, every picture scrolled to
 
+axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
+AXE = axe.AXE_FILE_PATH.read_text(encoding="utf-8")
+CONTRAST = ["color-contrast", "link-in-text-block"]
 FAULTS = (ROOT / "tests" / "page_faults.js").read_text(encoding="utf-8")
 
 pytestmark = pytest.mark.pages
@@ -71,6 +76,35 @@ class Opened:
         theme = self.page.locator("html").get_attribute("data-theme")
         return found if theme in (scheme, None) else [*found, f"the theme is {theme}"]
 
+    def barriers(self, schemes: dict[str, list[str] | None], left_out: str) -> list[str]:
+        """What axe finds serious or critical, by all of its rules (None) or some, without the elements ``left_out``."""
+        self.page.set_viewport_size({"width": 1280, "height": 900})
+        self.page.eval_on_selector_all(left_out, "elements => elements.forEach(element => element.remove())")
+        self.page.evaluate(AXE)
+        found = []
+        for scheme, rules in schemes.items():
+            self.page.emulate_media(color_scheme=scheme)
+            options = {"resultTypes": ["violations"]} | (
+                {"runOnly": {"type": "rule", "values": rules}} if rules else {}
+            )
+            violations = self.page.evaluate("options => axe.run(options)", options)["violations"]
+            found += [
+                f"{scheme}: {violation['id']}: {violation['help']}: {node['html'][:100]}"
+                for violation in violations
+                if violation["impact"] in ("serious", "critical")
+                for node in violation["nodes"][:3]
+            ]
+        return found
+
+    def weight(self) -> int:
+        """Bytes of everything that the page has loaded, each file once."""
+        files = {Path(unquote(urlsplit(url).path)) for url in self.requested if url.startswith("file:")}
+        there = [file for file in files if file.is_file()]
+        return sum(
+            len(compressed(file, file.stat().st_mtime)) if file.suffix in COMPRESSED else file.stat().st_size
+            for file in there
+        )
+
     def complained(self) -> list[str]:
         foreign = [url for url in self.requested if not url.startswith(LOCAL)]
         return [f"asks another host: {url}" for url in foreign] + [f"complains: {text}" for text in self.complaints]
@@ -99,7 +133,36 @@ def test_page_is_whole_and_fits_every_screen(path: Path, open_page: Any) -> None
         for fault in opened.faults(width, scheme)
     ]
     found += opened.complained()
+    if (weight := opened.weight()) > HEAVIEST:
+        found.append(f"it weighs {weight:,} bytes")
+    # Of a formula a screen reader gets MathML, the viewer in the frames has tests of its own, and code is coloured the
+    # same on every page: all three are looked at once, below, for they take most of the time.
+    found += opened.barriers({"light": None, "dark": CONTRAST}, "mjx-container, iframe, .highlight pre")
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["book/05-fusing", "notebooks/05_fusing"])
+def test_code_and_formulas_can_be_read_by_everyone(name: str, open_page: Any) -> None:
+    opened = open_page(BOOK / f"{name}.html" if PAGES else pytest.skip(NOT_BUILT))
+    assert opened.faults(1280, "light") == []
+    assert opened.barriers({"light": None, "dark": CONTRAST}, "iframe") == []
+
+
+def test_an_address_without_a_page_leads_to_one(browser: Any) -> None:
+    text = (BOOK / "404.html").read_text(encoding="utf-8") if PAGES else pytest.skip(NOT_BUILT)
+    base = re.search(r'<base href="([^"]*)/">', text)
+    prefix, depth = (base[1], "some/where/") if base else ("", "")  # without a base it holds for one folder only
+    page = browser.new_page()
+    with served(BOOK, prefix=prefix) as address:
+        failed: list[str] = []
+        page.on("requestfailed", lambda request: failed.append(request.url))
+        answer = page.goto(f"{address}/{depth}the-spikes.html".replace("spikes", "gradients"))
+        assert answer.status == 404
+        page.get_by_role("link", name="The gradient", exact=False).first.wait_for()
+        page.goto(f"{address}/{depth}05-fusing-old.html")
+        page.locator("#near-list a", has_text="Fusing").first.click()
+        assert page.url.endswith("/book/05-fusing.html") and not failed
+    page.close()
 
 
 def test_the_front_page_leads_into_the_book() -> None:
@@ -116,7 +179,8 @@ def test_every_link_between_pages_leads_somewhere() -> None:
                 continue
             address, anchor = (unquote(part) for part in urldefrag(link.partition("?")[0]))
             target = (path.parent / address).resolve() if address else path
-            if not target.is_file() or (target in pages and anchor not in pages[target].ids):
+            state = re.fullmatch(r"\w+=.*", anchor)  # what the calculator shows
+            if not target.is_file() or (target in pages and not state and anchor not in pages[target].ids):
                 broken.append(f"{link} on {path.relative_to(BOOK)}")
     assert not broken, "\n".join(sorted(broken))
 

@@ -177,6 +177,7 @@ def lightened(page: str, path: Path, outdir: Path, sheet: str) -> str:
     page = page.replace(
         '<summary><span class="toctree-toggle"', '<summary aria-label="Sections"><span class="toctree-toggle"'
     )
+    page = page.replace('<div role="list" class="citation-list">', '<div class="citation-list">')  # no list items in it
     page = page.replace("<iframe ", '<iframe loading="lazy" ')  # the viewers, folded
     return IMAGE.sub(image, page)
 
