@@ -14,7 +14,7 @@ __device__ float gradient(float z, const Stats& s, bool is_target) {
     return exponential(z - s.max) / s.sumexp - (is_target ? 1.0f : 0.0f);
 }
 
-// 1. One thread takes a whole row and goes over it three times. Neighbouring threads are a row apart in memory,
+// row_loop: one thread takes a whole row and goes over it three times. Neighbouring threads are a row apart in memory,
 // so each of their loads fetches a sector of 32 bytes for the 2 that it wants.
 extern "C" __global__ void row_loop(Scalar* logits, int rows, int V, const long long* target, float* loss) {
     const int row = blockIdx.x * THREADS + threadIdx.x;
@@ -29,7 +29,7 @@ extern "C" __global__ void row_loop(Scalar* logits, int rows, int V, const long 
 }
 // [end]
 
-// 2. One block takes a row: neighbouring threads read neighbouring logits, and a warp's 32 loads are two full
+// coalesced: one block takes a row: neighbouring threads read neighbouring logits, and a warp's 32 loads are two full
 // sectors. Still three passes, each with a reduction over the block.
 extern "C" __global__ void coalesced(Scalar* logits, int rows, int V, const long long* target, float* loss) {
     Scalar* z = logits + (long long)blockIdx.x * V;
@@ -55,7 +55,33 @@ __device__ void store_gradient(uint4* vector, int column, uint4 v, const Stats& 
     *vector = pack(z);
 }
 
-// 3. The online softmax: maximum and sum in one pass, so two passes in all; and 16 bytes a load.
+// wide: three passes as before, but 16 bytes a load, and four loads under way before the first of them is used.
+extern "C" __global__ void wide(Scalar* logits, int rows, int V, const long long* target, float* loss) {
+    Scalar* row = logits + (long long)blockIdx.x * V;
+    uint4* vectors = (uint4*)row;
+    const int y = int(target[blockIdx.x]);
+    const float z_y = to_float(row[y]);
+    Stats s = {LOWEST, 0, 0};
+    for_each_vector<4, THREADS>(vectors, 0, V / WIDTH, [&](int, uint4 v) {
+        float z[WIDTH];
+        unpack(v, z);
+        for (int k = 0; k < WIDTH; ++k) s.max = fmaxf(s.max, z[k]);
+    });
+    s = merged_over_group<1, WARPS>(s, 0);
+    s.sumexp = 0;
+    for_each_vector<4, THREADS>(vectors, 0, V / WIDTH, [&](int, uint4 v) {
+        float z[WIDTH];
+        unpack(v, z);
+        for (int k = 0; k < WIDTH; ++k) s.sumexp += exponential(z[k] - s.max);
+    });
+    __syncthreads();
+    s = merged_over_group<1, WARPS>(s, 0);
+    if (threadIdx.x == 0) loss[blockIdx.x] = loss_of(s, z_y);
+    for_each_vector<4, THREADS>(vectors, 0, V / WIDTH, [&](int i, uint4 v) { store_gradient(vectors + i, i * WIDTH, v, s, y); });
+}
+// [end]
+
+// online: the online softmax, maximum and sum in one pass, so two passes in all.
 extern "C" __global__ void online(Scalar* logits, int rows, int V, const long long* target, float* loss) {
     Scalar* row = logits + (long long)blockIdx.x * V;
     uint4* vectors = (uint4*)row;
@@ -73,7 +99,7 @@ extern "C" __global__ void online(Scalar* logits, int rows, int V, const long lo
 }
 // [end]
 
-// 4. The row stays in the shared memory of CLUSTER blocks from the first pass to the second: it is read from
+// on_chip: the row stays in the shared memory of CLUSTER blocks from the first pass to the second: it is read from
 // memory once and written once, which is all that has to be moved.
 extern __shared__ uint4 held[];
 

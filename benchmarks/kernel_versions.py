@@ -28,12 +28,12 @@ from flce_ref.benchmark import measure, provenance  # noqa: E402
 from flce_ref.kernels import cuda, implementation, problem  # noqa: E402
 from flce_ref.objective import Objective  # noqa: E402
 
-VERSIONS = ("row_loop", "coalesced", "online", "on_chip")
+VERSIONS = ("row_loop", "coalesced", "wide", "online", "on_chip")
 SOURCE = Path(__file__).with_name("kernel_versions.cu")
 #: Shared memory that a block has without asking for more.
 HELD_BYTES = 48 * 1024 - 2048
 #: How often a version carries the chunk's C · V · itemsize bytes over the memory bus, if no cache helps: reads, writes.
-PASSES = {"row_loop": (3, 1), "coalesced": (3, 1), "online": (2, 1), "on_chip": (1, 1)}
+PASSES = {"row_loop": (3, 1), "coalesced": (3, 1), "wide": (3, 1), "online": (2, 1), "on_chip": (1, 1)}
 
 
 def threads(version: str) -> int:

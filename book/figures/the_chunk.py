@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -14,6 +14,7 @@ GIB = 2**30
 FLOOR = "floor: three products, pieces of 4096"
 MULTIPROCESSORS = 132
 LENGTHS = (8192, 32768, 131072, 1048576)
+TREAD = range(3328, 4224 + 1, 128)  # chunks for whose dx two waves of tiles are needed, and enough
 HEADS = {"head": "Gravity-16B-A3B", "head_gpt-oss": "GPT-OSS", "head_gemma-3": "Gemma 3", "head_llama-3": "Llama 3"}
 # Name in the data → name in the figure and in tables.
 PEERS = {
@@ -49,7 +50,8 @@ def memory_and_time() -> None:
         xs, ys = [r["peak_bytes"] / GIB for _, r in found], [r["over_floor"] for _, r in found]
         ax.plot(xs, ys, style, label=f"flce_ref, dw summed in {accum}")
         for (c, _), x, y in zip(found, xs, ys):
-            ax.annotate(str(c), (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8)
+            beside = (4, 5) if accum == "fp32" else (-10, -13)
+            ax.annotate(str(c), (x, y), textcoords="offset points", xytext=beside, fontsize=8)
     shown = {name: label for name, label in PEERS.items() if name in rows}
     for (name, label), marker in zip(shown.items(), "Xdv^<>Ph*"):
         x, y = rows[name]["peak_bytes"] / GIB, rows[name]["over_floor"]
@@ -72,10 +74,10 @@ def memory_and_time() -> None:
     save("memory-and-time", figure, alt)
 
 
-def efficiency(rows: int, columns: int, tile: tuple[int, int]) -> float:
-    """Share of the multiprocessors' time that tiles of a (rows, columns) product use: full waves over waves begun."""
+def waves(rows: int, columns: int, cuts: int = 1, tile: tuple[int, int] = (128, 256)) -> float:
+    """Waves of tiles in a (rows, columns) product on all multiprocessors, each tile's sum cut into ``cuts`` parts."""
     tiles = ceil(rows / tile[0]) * ceil(columns / tile[1])
-    return tiles / (ceil(tiles / MULTIPROCESSORS) * MULTIPROCESSORS) * rows / (ceil(rows / tile[0]) * tile[0])
+    return ceil(cuts * tiles / MULTIPROCESSORS) / cuts
 
 
 def parts_of_a_chunk() -> None:
@@ -102,17 +104,20 @@ def parts_of_a_chunk() -> None:
         left.plot(sizes, per_row[part], marker + "-", markersize=3, label=part)
     left.set(xlabel="rows of a chunk", ylabel="µs per row", ylim=(0, 4))
     left.legend(fontsize=8)
-    best = min(per_row["dx"])
-    rule = [best / efficiency(c, d, (128, 256)) for c in sizes]
-    right.plot(sizes, rule, ":", color="#7f7f7f", label="tiles of 128 × 256 in waves of 132")
-    right.plot(sizes, per_row["dx"], "s-", markersize=3, color="C1", label="dx, measured")
-    right.set(xlabel="rows of a chunk", ylabel="µs per row", ylim=(0.7, 1.8))
+    one_wave = next(row["dx"] for row in rows if row["rows"] == 2048)
+    for cuts, style in ((1, ":"), (2, "-")):
+        rule = [one_wave * waves(c, d, cuts) for c in sizes]
+        label = "whole tiles" if cuts == 1 else "tiles cut in two"
+        right.step(sizes, rule, style, where="pre", color="#7f7f7f", linewidth=1, label=label)
+    right.plot(sizes, [row["dx"] for row in rows], "s", markersize=3, color="C1", label="dx, measured")
+    right.set(xlabel="rows of a chunk", ylabel="ms for the chunk", ylim=(0, 4))
     right.legend(fontsize=8)
     first, last = by_size[0], by_size[-1]
     said = "; ".join(f"{part}: {first[part]:.2f} to {last[part]:.2f}" for part in parts)
     alt = (
-        f"Left, µs per row from {sizes[0]} to {sizes[-1]} rows a chunk, {said}. Right, dx alone beside the time that "
-        "full waves of tiles would give: it jumps where a wave begins, but less than the rule says."
+        f"Left, µs per row from {sizes[0]} to {sizes[-1]} rows a chunk, {said}. Right, ms of dx for the whole chunk, "
+        "beside the staircases that waves of whole tiles and of tiles cut in two would give: the measured times are a "
+        "staircase as well, with treads up to 2048, from 2688 to 3072 and from 3328 to 4224 rows."
     )
     save("parts-of-a-chunk", figure, alt)
 
@@ -133,8 +138,9 @@ def lengths() -> None:
     for (name, label), marker in zip(names.items(), "os^vdP*"):
         found = [(n, rows[name]) for n, rows in tables.items() if name in rows]
         xs = [n for n, _ in found]
-        left.plot(xs, [r["over_floor"] for _, r in found], marker + "-", label=label)
-        right.plot(xs, [r["peak_bytes"] / GIB for _, r in found], marker + "-", label=label)
+        style: dict[str, Any] = {"label": label} | ({"color": "#7f7f7f"} if name == "naive" else {})
+        left.plot(xs, [r["over_floor"] for _, r in found], marker + "-", **style)
+        right.plot(xs, [r["peak_bytes"] / GIB for _, r in found], marker + "-", **style)
     for ax in (left, right):
         ax.set_xscale("log", base=2)
         ax.set_xticks(LENGTHS, ["8K", "32K", "128K", "1M"])
@@ -156,44 +162,91 @@ def budget() -> None:
     """What the chapter derives from the parts: each one's share of the floor of the Gravity head at 8192 tokens."""
     head, document = read_json("h200/head.json"), read_json("h200/products.json")
     n, v, d = head["tokens"], head["vocab"], head["hidden"]
-    floor = table()[FLOOR]["median_ms"]
+    steps, parts = table(), {row["rows"]: row for row in document["table"]}
+    floor = steps[FLOOR]["median_ms"]
     bytes_per_ms = read_json("derived/kernels.json")["copy_gb_per_s"] * 1e6
-    parts = {row["rows"]: row for row in document["table"]}
 
-    def all_rows(part: str, c: int) -> float:
-        """Milliseconds of ``part`` for all tokens in chunks of c rows."""
-        return parts[c][part] * n / c  # type: ignore[no-any-return]
+    def share(c: int, part: str) -> float:
+        """Of the floor, ``part`` for all tokens in chunks of c rows."""
+        return parts[c][part] * n / c / floor  # type: ignore[no-any-return]
 
-    fp32 = all_rows("dw, added in fp32", 2048) - all_rows("dw, added in bf16", 2048)
-    shares = {
-        "pieces_over_floor": table()["products in pieces of 2048"]["over_floor"] - 1,
-        "row_copy_over_floor": 4 * n * v / bytes_per_ms / floor,
-        "row_kernel_over_floor": all_rows("row kernel", 2048) / floor,
-        "fp32_over_floor": fp32 / floor,
-        "scale_over_floor": 6 * v * d / bytes_per_ms / floor,
-    }
+    shares = {}
+    for name, c, accum in (("flce_ref default", 2048, "fp32"), ("flce_ref bf16 dw, chunk 1024", 1024, "bf16")):
+        added = {
+            "pieces": steps[f"products in pieces of {c}"]["over_floor"] - 1,
+            "row_kernel": share(c, "row kernel"),
+            "accumulation": share(c, f"dw, added in {accum}") - share(c, "dw, added in bf16"),
+            "scaling": (6 if accum == "fp32" else 4) * v * d / bytes_per_ms / floor,
+        }
+        shares[name] = added | {"sum": sum(added.values()), "measured": steps[name]["over_floor"] - 1}
+    product_us = parts[4096]["dw, added in bf16"] / 4096 * 1e3
+    floor_flops_per_ms = 6 * n * v * d / floor
     write_json(
         "derived/chunk.json",
-        shares
-        | {
-            "floor_tflop_per_s": 6 * n * v * d / floor / 1e9,
-            "sum_over_floor": sum(shares.values()) - shares["row_copy_over_floor"],
-            "fp32_extra_2048": fp32 * 1e3 / n,
+        {
+            "shares": shares,
+            "row_copy_over_floor": 4 * n * v / bytes_per_ms / floor,
+            "floor_tflop_per_s": floor_flops_per_ms / 1e9,
+            "equal_at": 4 * floor_flops_per_ms / bytes_per_ms,
+            "extra_us": {str(c): parts[c]["dw, added in fp32"] / c * 1e3 - product_us for c in (256, 2048)},
+            "wave_ms": parts[2048]["dx"],
+            "half_waves": parts[3072]["dx"] / parts[2048]["dx"],
+            "tread": max(parts[c]["dx"] for c in TREAD) / min(parts[c]["dx"] for c in TREAD) - 1,
+            "bf16_gain": {str(c): _gain(steps, c) for c in (512, 1024, 2048, 4096)},
+            "dx_error_ratio": steps["cut-cross-entropy"]["dx_error"] / steps["naive"]["dx_error"],
+            "quack_dw_error_ratio": steps["quack-kernels, chunk 4096"]["dw_error"] / steps["naive"]["dw_error"],
             "million_dx": 2**20 * d * 2,
+            "million_logits": 2**20 * v * 2,
         },
     )
+
+
+def _gain(steps: dict[str, dict[str, Any]], c: int) -> float:
+    """Share of the time that chunks of c rows save against chunks of half as many, dw summed in bfloat16."""
+    half, whole = (steps[f"flce_ref bf16 dw, chunk {rows}"]["median_ms"] for rows in (c // 2, c))
+    return 1 - whole / half  # type: ignore[no-any-return]
+
+
+def aims() -> list[tuple[str, ...]]:
+    """What the library was meant to reach at 8192 tokens of the Gravity head, and what it does."""
+    steps = table()
+
+    def reached(name: str) -> tuple[str, str]:
+        return f"{steps[name]['over_floor']:.2f}", f"{steps[name]['peak_bytes'] / GIB:.2f}"
+
+    skipped, full = (steps[n]["median_ms"] for n in ("half ignored: flce_ref skip_ignored", "flce_ref default"))
+    return [
+        ("default, in 1.80 GiB", "1.10 × floor", *reached("flce_ref default")),
+        ("the fastest chunk, dw in float32", "1.05 × floor", *reached("flce_ref fp32 dw, chunk 8192")),
+        ("dw in bfloat16, in 0.90 GiB", "1.12 × floor", *reached("flce_ref bf16 dw, chunk 1024")),
+        ("dw in bfloat16, in 0.70 GiB", "1.30 × floor", *reached("flce_ref bf16 dw, chunk 256")),
+        ("half of the targets skipped", "0.52 × default", f"{skipped / full:.2f}", reached("flce_ref default")[1]),
+    ]
 
 
 def tables() -> None:
     """The chapter's tables and shares: other heads, what was tried and not adopted, where the default's time goes."""
     budget()
+    write_table("aims.csv", ["what", "aim", "reached", "step peak, GiB"], aims())
     write_table("heads.csv", ["head", "step", "ms", "÷ floor", "step peak, GiB", "error of dw"], _head_rows())
-    ideas = [
-        (name.removeprefix("idea: "), f"{r['median_ms']:.2f}", f"{r['over_floor']:.3f}")
-        for name, r in table("ideas").items()
-        if name.startswith(("idea: ", "flce_ref"))
-    ]
-    write_table("ideas.csv", ["step", "ms", "÷ floor"], sorted(ideas, key=lambda row: float(row[1])))
+    write_table("ideas.csv", ["idea", "dw, chunk", "÷ floor", "against the library"], ideas())
+
+
+def ideas() -> list[tuple[str, ...]]:
+    """What was tried, beside the library's step with the same chunk, the best first; those without one at the end."""
+    rows = table("ideas")
+    same = "none: the default, by its other name"
+    tried = {f"{same}, fp32 dw, chunk 2048": rows["flce_ref default"]}
+    tried |= {name.removeprefix("idea: "): row for name, row in rows.items() if name.startswith("idea: ")}
+    found = []
+    for name, row in tried.items():
+        idea, accum, chunk = name.rsplit(", ", 2)
+        library = rows.get(f"flce_ref {accum}, {chunk}")
+        change = row["median_ms"] / library["median_ms"] - 1 if library else inf
+        shown = f"{change:+.1%}".replace("-", "−") if library else "–"
+        setting = f"{accum.split()[0]}, {chunk.split()[1]}"
+        found.append((change, (idea, setting, f"{row['over_floor']:.2f}", shown)))
+    return [cells for _, cells in sorted(found)]
 
 
 def _head_rows() -> list[tuple[str, ...]]:

@@ -11,17 +11,20 @@ from make_figures import read_json, save, write_json
 PEAK_FLOPS, PEAK_BYTES = 989e12, 4.8e12
 MEASURED = "h200/kernel_versions.json"
 LABELS = {
-    "row_loop": "1. one thread a row",
-    "coalesced": "2. one block a row",
-    "online": "3. online softmax",
-    "on_chip": "4. row kept on chip",
+    "row_loop": "one thread a row",
+    "coalesced": "one block a row",
+    "wide": "16 bytes a load",
+    "online": "online softmax",
+    "on_chip": "row kept on chip",
     "flce_ref triton": "library, Triton",
     "flce_ref cuda": "library, CUDA C++",
     "F.cross_entropy": "F.cross_entropy and backward",
 }
-# How often PyTorch carries the chunk: log-softmax reads and writes, its backward reads two and writes one, the gradient
-# is copied over the logits, and nll_loss's backward fills and scatters one.
-PASSES_OF_PYTORCH = (4, 4)
+# How often PyTorch carries the chunk, if a row takes more than 48 KiB (aten/src/ATen/native/cuda/SoftMax.cu):
+# log-softmax reads it for the maximum, the sum and the result, and writes that; nll_loss's backward fills a gradient
+# with zeros; log-softmax's backward reads it for its sum, again beside the result, and writes; a copy reads and writes.
+PASSES_OF_PYTORCH = (3 + 3 + 1, 1 + 1 + 1 + 1)
+SECTOR = 32  # bytes that come with any load
 
 
 def sizes() -> list[dict[str, Any]]:
@@ -37,8 +40,12 @@ def kernel_versions() -> None:
     size = sizes()[0]
     rows = rows_of(size)
     copy_ms = rows["copy"]["median_ms"]
-    derived = {"copy_gb_per_s": 2 * size["chunk_bytes"] / copy_ms / 1e6, "versions": []}
-    for name in LABELS:
+    derived: dict[str, Any] = {
+        "copy_gb_per_s": 2 * size["chunk_bytes"] / copy_ms / 1e6,
+        "copy_tb_per_s": 2 * size["chunk_bytes"] / copy_ms / 1e9,
+        "versions": [],
+    }
+    for name in (name for name in LABELS if name in rows):
         passes = rows[name]["reads_writes"] or {"F.cross_entropy": PASSES_OF_PYTORCH}.get(name)
         reads, writes = passes or ((2, 1) if name == "flce_ref triton" else (1, 1))
         predicted = (reads + writes) / 2 * copy_ms
@@ -54,8 +61,16 @@ def kernel_versions() -> None:
             }
         )
     loop = rows["row_loop"]["median_ms"]
-    derived["row_loop_ns_per_logit"] = loop * 1e6 / (3 * size["vocab"])
-    derived["loop_over_library"] = loop / rows["flce_ref cuda"]["median_ms"]
+    step_ns = loop * 1e6 / (3 * size["vocab"])
+    sector_us = SECTOR / 2 * step_ns / 1e3
+    under_way = SECTOR * size["rows"]
+    derived |= {
+        "row_loop_ns_per_logit": step_ns,
+        "sector_us": sector_us,
+        "row_loop_bytes_under_way": under_way,
+        "row_loop_gb_per_s": under_way / sector_us / 1e3,
+        "bytes_to_fill_the_bus": derived["copy_gb_per_s"] * 1e3 * sector_us,
+    }
     write_json("derived/kernels.json", derived)
 
     figure, ax = plt.subplots(figsize=(7.0, 3.6))
@@ -98,6 +113,8 @@ def roofline() -> None:
         "derived/roofline.json",
         {
             "ridge": ridge,
+            "row_kernel_share": ms[2048]["row kernel"]
+            / sum(ms[2048][p] for p in ("logits", "dx", "dw, added in fp32")),
             "points": [{"name": n, "flop_per_byte": i, "flop_per_s": f, "tflop_per_s": f / 1e12} for n, i, f in points],
         },
     )
