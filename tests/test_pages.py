@@ -24,6 +24,7 @@ NOT_BUILT = f"NO PAGE IS TESTED: no book in {BOOK}; make pages builds it"
 WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
 LOCAL = ("file:", "data:", "blob:", "about:")
+LINKS = {"a": ["href"], "link": ["href"], "img": ["src"], "script": ["src"], "iframe": ["src"]}
 HEAVIEST = 1_500_000  # bytes of a page's first visit, text compressed as GitHub Pages does, every picture scrolled to
 
 axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.pages
 
 
 class Anchors(HTMLParser):
-    """Where the links of a page lead, and what others may link to in it."""
+    """Where the links of a page lead, which files it is made of, and what others may link to in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,8 +47,7 @@ class Anchors(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.ids |= {values.get("id", ""), values.get("name", "")}
-        if tag == "a":
-            self.links.add(values.get("href", ""))
+        self.links |= {values.get(name, "") for name in LINKS.get(tag, ())}
 
 
 class Opened:
@@ -170,19 +170,46 @@ def test_the_front_page_leads_into_the_book() -> None:
     assert re.search(r'http-equiv="Refresh" content="0; url=book/index.html"', text)
 
 
-def test_every_link_between_pages_leads_somewhere() -> None:
-    pages = {path: Anchors(path.read_text(encoding="utf-8")) for path in PAGES}
+def broken_links(pages: dict[Path, Anchors], root: Path) -> list[str]:
+    """What these pages link to or are made of that is nowhere, and the anchors that the page linked to lacks."""
     broken = []
     for path, page in pages.items():
-        for link in page.links:
+        for link in page.links - {""}:
             if re.match(r"[a-z]+:|//", link):
                 continue
-            address, anchor = (unquote(part) for part in urldefrag(link.partition("?")[0]))
+            address, anchor = (unquote(part) for part in urldefrag(re.sub(r"\?[^#]*", "", link)))
             target = (path.parent / address).resolve() if address else path
             state = re.fullmatch(r"\w+=.*", anchor)  # what the calculator shows
             if not target.is_file() or (target in pages and not state and anchor not in pages[target].ids):
-                broken.append(f"{link} on {path.relative_to(BOOK)}")
-    assert not broken, "\n".join(sorted(broken))
+                broken.append(f"{link} on {path.relative_to(root)}")
+    return sorted(broken)
+
+
+def test_every_link_image_and_file_of_a_page_is_there() -> None:
+    others = [path for path in (BOOK / "index.html", BOOK / "404.html") if path.exists()]
+    pages = {path: Anchors(path.read_text(encoding="utf-8")) for path in (*PAGES, *others)}
+    broken = broken_links(pages, BOOK)
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("body", "broken"),
+    [
+        ('<a href="b.html#there">b</a> <a href="b.html?x=1#there">b</a> <a href="#own" id="own">here</a>', []),
+        ('<a href="b.html#model=x">b</a> <a href="https://example.org/nowhere">there</a>', []),
+        ('<a href="c.html">c</a>', ["c.html on a.html"]),
+        ('<a href="b.html#nowhere">b</a>', ["b.html#nowhere on a.html"]),
+        ('<a href="b.html?x=1#nowhere">b</a>', ["b.html?x=1#nowhere on a.html"]),
+        ('<img src="b.png" alt="b">', ["b.png on a.html"]),
+        ('<script src="b.js?v=1"></script>', ["b.js?v=1 on a.html"]),
+        ('<link rel="stylesheet" href="b.css">', ["b.css on a.html"]),
+    ],
+)
+def test_what_is_linked_and_not_there_is_found(tmp_path: Path, body: str, broken: list[str]) -> None:
+    for name, text in (("a.html", body), ("b.html", '<p id="there">')):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    pages = {path: Anchors(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.iterdir())}
+    assert broken_links(pages, tmp_path) == broken
 
 
 GOOD = "<html lang=en><body><main><article><p>text</p>{}</article></main></body></html>"
