@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from wrong_implementations import WRONG, Right
 
 from flce_ref import linear_cross_entropy
+from flce_ref.__main__ import main
 from flce_ref.conformance import Report, Row, verify
 from flce_ref.conformance.cases import bias_for, class_weight_for, make, upstream_for
 from flce_ref.conformance.compare import largest, like_plain, overall, worst
@@ -310,6 +311,74 @@ def test_whatever_a_function_does_the_run_ends_with_a_report(broken):
     json.loads(report.to_json())
 
 
+LEAKS = {
+    "gradient mode": lambda: torch.set_grad_enabled(False),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "float32 matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "TF32 of cuDNN": lambda: setattr(torch.backends.cudnn, "allow_tf32", not torch.backends.cudnn.allow_tf32),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "autocast on the CPU": lambda: torch.set_autocast_enabled("cpu", True),
+    "seed": lambda: torch.manual_seed(0),
+    "torch.nn.functional.linear": lambda: setattr(F, "linear", F.bilinear),
+    "torch.logsumexp": lambda: delattr(torch, "logsumexp"),
+    "torch.Tensor.exp": lambda: setattr(torch.Tensor, "exp", torch.Tensor.log),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_changed_global_state_fails_the_check_and_reaches_no_other(leak):
+    left = []
+
+    def leaks(*args, **options):
+        loss = linear_cross_entropy(*args, **options)
+        if not left:
+            left.append(LEAKS[leak]())
+        return loss
+
+    numbers = torch.get_rng_state()
+    report = run(leaks, only=["loss", "dx", "dw", "bias", "precision.loss.float32"])
+    assert [row.id for row in report.failed] == ["loss"]
+    assert leak in report["loss"].reason
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+class Unspeakable(BaseException):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [Unspeakable, GeneratorExit, SystemExit])
+def test_any_exception_but_an_interruption_is_a_failed_row(error):
+    def raises(*args, **options):
+        raise error
+
+    report = run(raises, only=["loss", "softcap", "backward.second_derivative", "frozen.gradients"])
+    assert report["loss"].status == report["softcap"].status == report["frozen.gradients"].status == "failed"
+    assert error.__name__ in report["loss"].reason
+
+
+def test_an_interruption_ends_the_run():
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, only=["loss"])
+
+
+def test_a_huge_output_and_a_huge_message_are_failed_rows():
+    def huge(input, linear_weight, target, **options):
+        return input.sum().expand(2**40)
+
+    def talks(*args, **options):
+        raise RuntimeError("x" * 10**6)
+
+    assert "(1099511627776,)" in run(huge, only=["loss"])["loss"].reason
+    assert len(run(talks, only=["loss"])["loss"].reason) < 1000
+
+
 def test_a_call_that_never_returns_is_given_up(monkeypatch):
     def hangs(input, linear_weight, target, **options):
         while target.max() == 101:
@@ -411,12 +480,33 @@ def test_the_command_survives_a_function_that_prints_and_exits(tmp_path):
     assert summary["passed"] + summary["unsupported"] + summary["measured"] == 0
 
 
-def test_the_command_says_which_check_crashed_the_process(tmp_path):
-    path = tmp_path / "crash.py"
-    path.write_text("import os, signal\ndef loss(*args, **options):\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
-    done = verify_command(f"{path}:loss", "--json")
-    assert done.returncode == -signal.SIGSEGV
-    assert "plain_call" in done.stderr  # the function that checks loss, the first row
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("os._exit(0)", "loss: The function ended the process, exit code 0."),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "loss: The function ended the process, exit code -11."),
+        ("time.sleep(60)", "loss: The function gave no answer in 3 s."),
+    ],
+)
+def test_the_command_reports_a_function_that_ends_its_process_or_never_returns(tmp_path, body, said):
+    path = tmp_path / "ends.py"
+    path.write_text(f"import os, signal, time\ndef loss(*args, **options):\n    {body}\n")
+    done = verify_command(f"{path}:loss", "--json", "--timeout", "3" if "sleep" in body else "600")
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    first, *others = document["checks"]
+    assert f"{first['id']}: {first['reason']}" == said
+    assert all(row["status"] == "failed" and row["reason"].startswith("Not reached: ") for row in others)
+    assert document["summary"]["failed"] == len([id for id in CHECKS if CHECKS[id].device is None])
+    if "SIGSEGV" in body:
+        assert "plain_call" in done.stderr  # where it was: the function that checks the loss, the first row
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon", "1e9"])
+def test_a_timeout_is_a_number_of_seconds(seconds, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "flce_ref:linear_cross_entropy", "--timeout", seconds])
+    assert "--timeout: expected a number of seconds" in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments():
@@ -430,5 +520,5 @@ def test_the_command_says_what_is_wrong_with_its_arguments():
 def test_a_device_that_cannot_compute_is_refused(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("CUDA is available")
-    with pytest.raises(ValueError, match=f"device must be one that can compute here, got '{device}'"):
+    with pytest.raises(ValueError, match=rf"device must be .* \(cpu, or cuda .*\), got '{device}'"):
         verify(linear_cross_entropy, device)

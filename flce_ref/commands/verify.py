@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from flce_ref.commands.common import Subparsers, add_command
+from flce_ref.commands.common import Subparsers, add_command, checked
+
+
+@checked
+def seconds(text: str) -> float:
+    """Read a number of seconds, up to a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 86_400:
+        raise ValueError(f"expected a number of seconds > 0 and up to 86400, got {text!r}")
+    return value
 
 
 def add_verify(subparsers: Subparsers) -> None:
@@ -15,26 +27,22 @@ def add_verify(subparsers: Subparsers) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
         help="keyword argument of every call: a Python literal, a torch dtype or a string (repeatable)",
     )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=seconds, default=600.0, metavar="S", help="seconds that one check may take (default 600)"
+    )
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu, cuda, cuda:1 (default %(default)s)")
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Print the report of the suite on one function; fail if any check does."""
-    import faulthandler
-
-    import torch
-
-    from flce_ref.conformance.runner import run
-    from flce_ref.conformance.target import load, parse_setting
+    """Print the report of the suite on one function, run in a process of its own; fail if any check does."""
+    from flce_ref.conformance.supervised import run_supervised
+    from flce_ref.conformance.target import parse_setting
 
     try:
-        function = load(args.target)
         settings = dict(parse_setting(setting) for setting in args.settings)
-        torch.zeros(1, device=args.device).item()  # on the meta device nothing can be computed
-    except (ValueError, RuntimeError, AssertionError) as error:  # Assertion: "Torch not compiled with CUDA enabled"
-        args.parser.error(str(error).splitlines()[0])
-    faulthandler.enable(2)  # standard error; a function that crashes the process: which check it was in
-    report = run(function, args.device, settings, name=args.target)
+        report = run_supervised(args.target, args.device, settings, args.timeout)
+    except ValueError as error:
+        args.parser.error((str(error).splitlines() or [""])[0])
     if args.json:
         args.print_json(report.to_dict())
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from .expected import expected_failure
 from .reference import plain_linear_cross_entropy
 from .registry import CHECKS, Check, Finding, dtype_name
 from .report import Report, Row
-from .subject import Subject, is_refusal
+from .state import restored
+from .subject import Subject, is_refusal, message_of
 
 
 def verify(function: Callable[..., Any], device: torch.device | str = "cpu", **settings: Any) -> Report:
@@ -32,6 +33,10 @@ def verify(function: Callable[..., Any], device: torch.device | str = "cpu", **s
             dw, the reductions and ignore_index must work.
         device: where the inputs are.
         settings: keyword arguments for every call, such as ``schedule="chunked"``.
+
+    Global state of PyTorch that a call changes (the default dtype, a seed, a patched function) fails the check that saw
+    it and is put back, so that no check depends on another. A function that may end the process is better given to the
+    command line, which runs it in one of its own.
 
     Returns:
         A :class:`~flce_ref.conformance.report.Report`: ``.ok``, ``.checks``, ``.summary``, ``str()``, ``.to_json()``.
@@ -51,24 +56,37 @@ def run(
     name: str | None = None,
 ) -> Report:
     """`verify`, restricted to the checks in `only`, ids or checks of the caller's own; `name` is the report's."""
+    rows = tuple(rows_of(function, device, settings, only))
+    return Report(name or _name(function), str(device), torch.__version__, rows)
+
+
+def rows_of(
+    function: Callable[..., Any],
+    device: torch.device | str = "cpu",
+    settings: dict[str, Any] | None = None,
+    only: Iterable[str | Check] | None = None,
+) -> Iterator[Row]:
+    """The rows of `run`, each as soon as it is known; what is wrong with the arguments is raised at once."""
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     try:
         torch.empty(1, device=device).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # "Torch not compiled with CUDA enabled"
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device must be one that can compute here, got {str(device)!r}: {reason}") from None
+        accepted = "cpu, or cuda where there is one"
+        raise ValueError(
+            f"device must be one that can compute here ({accepted}), got {str(device)!r}: {reason}"
+        ) from None
     subject = Subject(function, torch.device(device), settings or {})
     yardstick = Subject(plain_linear_cross_entropy, subject.device, {})
     chosen = CHECKS.values() if only is None else [CHECKS[one] if isinstance(one, str) else one for one in only]
-    rows = []
-    for check in chosen:
-        if check.device in (None, subject.device.type):
-            row = _judge(check, subject)
-            plain_fails = partial(_fails, check, yardstick)
-            why = expected_failure(function, subject.settings, row.id, plain_fails)
-            rows.append(row if why is None else _as_expected(row, why))
-    return Report(name or _name(function), str(device), torch.__version__, tuple(rows))
+    return (_row(check, subject, yardstick) for check in chosen if check.device in (None, subject.device.type))
+
+
+def _row(check: Check, subject: Subject, yardstick: Subject) -> Row:
+    row = _judge(check, subject)
+    why = expected_failure(subject.function, subject.settings, row.id, partial(_fails, check, yardstick))
+    return row if why is None else _as_expected(row, why)
 
 
 def _judge(check: Check, subject: Subject) -> Row:
@@ -77,11 +95,20 @@ def _judge(check: Check, subject: Subject) -> Row:
     def row(status: str, reason: str, error: float | None = None, bound: float | None = None) -> Row:
         return Row(check.id, check.what, dtype_name(check.dtype), error, bound, status, reason)
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            finding = check.function(subject, check.dtype)
-    except (Exception, SystemExit) as error:  # a subject that calls sys.exit() must not end the run as a success
+    error: BaseException | None = None
+    with restored() as changed:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                finding = check.function(subject, check.dtype)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:  # a subject that calls sys.exit() must not end the run as a success
+            error = raised
+        leaked = changed()
+    if leaked:
+        return row("failed", f"No call should change global state. Changed afterwards: {', '.join(leaked)}.")
+    if error is not None:
         said = f"{type(error).__name__}: {_first_line(error)}"
         if not check.core and is_refusal(error, check.needs):
             return row("unsupported", f"Refused: {said}")
@@ -110,7 +137,7 @@ def _as_expected(row: Row, why: str) -> Row:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    return (message_of(error).strip().splitlines() or [""])[0][:400]
 
 
 def _name(function: Callable[..., Any]) -> str:

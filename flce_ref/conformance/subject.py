@@ -33,6 +33,8 @@ class Subject:
         parts = returned if options.get("return_lse") and isinstance(returned, tuple) else (returned,)
         if not all(isinstance(part, torch.Tensor) for part in parts):
             raise RuntimeError(f"the function returned {type(returned).__name__}, where one tensor is due")
+        if parts[0].numel() > max(problem.target.numel(), 1):  # before anything of that size is made of it
+            raise RuntimeError(f"the loss has shape {tuple(parts[0].shape)}, the target {tuple(problem.target.shape)}")
         return returned
 
     def accepts(self, **option: Any) -> bool:
@@ -55,5 +57,14 @@ def is_refusal(error: BaseException, arguments: tuple[str, ...]) -> bool:
     """Whether `error` says "not supported": a NotImplementedError, or a TypeError / ValueError naming the argument."""
     if isinstance(error, NotImplementedError):
         return True
-    named = any(re.search(rf"\b{name}\b", str(error)) for name in arguments)
+    said = message_of(error)
+    named = any(re.search(rf"\b{name}\b", said) for name in arguments)
     return named and isinstance(error, TypeError | ValueError)
+
+
+def message_of(error: BaseException) -> str:
+    """str(error), also of an exception that can't say what it is."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its message can't be shown: {type(another).__name__})"

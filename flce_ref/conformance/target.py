@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .subject import message_of
+
 
 def load(name: str) -> Callable[..., Any]:
     """The function that MODULE:FUNCTION or FILE.py:FUNCTION names; modules are looked for in the working directory too.
@@ -27,7 +29,7 @@ def load(name: str) -> Callable[..., Any]:
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"importing {module_name!r} failed: {type(error).__name__}: {message_of(error)}") from error
     try:
         function = attrgetter(attribute)(module)
     except AttributeError:
