@@ -392,3 +392,21 @@ def test_compiled_autograd_with_an_eager_forward(reduction: str) -> None:
     with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
         linear_cross_entropy(x, w, y, reduction=reduction).sum().backward()
     torch.testing.assert_close((x.grad, w.grad), expected)
+
+
+@pytest.mark.parametrize("loss_too", [False, True])
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused", "vocab_tiled"])
+def test_a_total_class_weight_of_zero_spoils_the_mean_but_not_lse(schedule: str, loss_too: bool) -> None:
+    """As F.cross_entropy beside torch.logsumexp: NaN for the mean and what it reaches, not for lse alone."""
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    y, weight = torch.tensor([0, 1, 0, 1, 0, 1]), torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0])
+    logits = x @ w.T
+    loss, lse = F.cross_entropy(logits, y, weight=weight), torch.logsumexp(logits, -1)
+    expected = torch.autograd.grad(lse.square().sum() + (loss if loss_too else 0.0), (x, w))
+    loss, lse = linear_cross_entropy(x, w, y, weight=weight, schedule=schedule, return_lse=True)
+    found = torch.autograd.grad(lse.square().sum() + (loss if loss_too else 0.0), (x, w))
+    assert loss.isnan() and not lse.isnan().any()
+    assert all(g.isnan().any() == loss_too for g in expected)
+    for g, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(g, right, equal_nan=True)

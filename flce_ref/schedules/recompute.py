@@ -7,6 +7,8 @@ the stream.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -46,10 +48,11 @@ class _Recompute(torch.autograd.Function):
         if grad_loss is None and grad_lse is None:
             return (None,) * 9
         input, linear_weight, linear_bias, target = ctx.saved_tensors
+        objective = without_weight(ctx.objective, grad_loss)
         # Upstream gradients of 1/N would underflow in float16 dlogits: their scale is taken out here, put back below.
-        grad_loss, grad_lse, scale = without_scale(grad_loss, grad_lse, target, ctx.objective)
+        grad_loss, grad_lse, scale = without_scale(grad_loss, grad_lse, target, objective)
         rows = consume_chunks(
-            input, linear_weight, linear_bias, target, ctx.objective, ctx.plan, ctx.needs_input_grad[:3],
+            input, linear_weight, linear_bias, target, objective, ctx.plan, ctx.needs_input_grad[:3],
             grad_loss, grad_lse,
         )  # fmt: skip
         dx, dw, db = (
@@ -57,6 +60,12 @@ class _Recompute(torch.autograd.Function):
             for g, t in zip((rows.dx, rows.dw, rows.db), (input, linear_weight, linear_bias), strict=True)
         )
         return dx, dw, db, None, None, None, None, None, None
+
+
+def without_weight(objective: Objective, grad_loss: Tensor | None) -> Objective:
+    """The objective where only lse is differentiated: class weights don't enter it, not even as the NaN that those of
+    a total of 0 are under "mean"."""
+    return replace(objective, class_weight=None) if grad_loss is None else objective
 
 
 def without_scale(

@@ -22,7 +22,7 @@ from .filtering import refuse_where_nothing_can_be_read, rows_that_need
 from .first_order import anchors_of, first_order_only
 from .fused import scaled
 from .plan import Plan
-from .recompute import without_scale
+from .recompute import without_scale, without_weight
 
 
 def vocab_tiled(
@@ -64,7 +64,7 @@ class _VocabTiled(torch.autograd.Function):
         if grad_loss is None and grad_lse is None:
             return (None,) * 7
         input, linear_weight, linear_bias, target, row_max, sumexp, lse, highest = ctx.saved_tensors
-        objective, plan = ctx.objective, ctx.plan
+        objective, plan = without_weight(ctx.objective, grad_loss), ctx.plan
         factor = None
         if input.dtype == torch.float16:
             # Upstream gradients of 1/N would underflow in float16 dlogits.
