@@ -18,7 +18,7 @@ LABS_ON_CPU := CUDA_VISIBLE_DEVICES=
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve test pages labs lint clean
+.PHONY: help env book serve test pages pdf labs lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ test: env  ## test the library, then run every lab and compare its outputs with 
 
 pages: book  ## build the book and open every page in a browser (chromium), wide and narrow, light and dark
 	$(BIN)/python -m pytest -n $(JOBS) -m pages tests/test_pages.py
+
+pdf: book  ## build the book and print it into _build/flce.pdf, with chromium (installed if that is allowed)
+	.ci/chromium
+	$(BIN)/python book/print_pdf.py
 
 labs: env  ## re-execute the labs in place (all, or make labs LABS="notebooks/01_the_spike.ipynb")
 	$(LABS_ON_CPU) $(BIN)/python notebooks/execute.py $(LABS)
