@@ -47,7 +47,7 @@ pages: book  ## build the book and open every page in a browser (chromium), wide
 	$(BIN)/python -m pytest -n $(JOBS) -m pages tests/test_pages.py
 
 pdf: book  ## build the book and print it into _build/flce.pdf, with chromium (installed if that is allowed)
-	.ci/chromium
+	.ci/chromium --korean
 	$(BIN)/python book/print_pdf.py
 
 labs: env  ## re-execute the labs in place (all, or make labs LABS="notebooks/01_the_spike.ipynb")

@@ -35,7 +35,8 @@ h1, h2, h3, h4 { break-after: avoid; }
 h1 { margin-top: 0; font-size: 2rem; }
 h2 { font-size: 1.5rem; }
 h3 { font-size: 1.2rem; }
-figure, img, table, mjx-container[display="true"], .admonition-title { break-inside: avoid; }
+figure, img, table, .admonition-title { break-inside: avoid; }
+div.cell_input, div.cell_output, mjx-container[display="true"] { break-inside: avoid; }
 img { max-height: 225mm; }
 pre { white-space: pre-wrap !important; overflow-wrap: anywhere; font-size: .82em; line-height: 1.35; }
 div.cell_output, div.highlight, mjx-container[display="true"] { overflow: visible !important; }
