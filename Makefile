@@ -18,7 +18,7 @@ LABS_ON_CPU := CUDA_VISIBLE_DEVICES=
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve test pages pdf labs lint clean
+.PHONY: help env book serve test pages pdf labs lint hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ lint: env  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+hooks: env  ## check every commit before it is made (pre-commit)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0
+	$(BIN)/pre-commit install
 
 clean:  ## remove what was built and cached (not .venv)
 	rm -rf _build build .pytest_cache .mypy_cache .ruff_cache .hypothesis
