@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -122,6 +125,46 @@ def test_evaluation_and_generation_are_unchanged(name: str) -> None:
     assert model.train()(input_ids=ids).logits.shape == (3, 17, 101)
 
 
+def test_a_direct_call_of_forward_is_the_same_as_a_call_of_the_model() -> None:
+    """PEFT's tuners call ``model.forward``, past every hook; a call that trained or failed leaves nothing behind."""
+    model = made("Llama")
+    own_signature = inspect.signature(model.forward)
+    handle = use_fused_loss(model)
+    ids, labels = batch()
+    assert inspect.signature(model.forward) == own_signature
+    assert model.forward(input_ids=ids, labels=labels).logits.shape == (3, 0, 101)
+    assert model.forward(input_ids=ids).logits.shape == (3, 17, 101)
+    with pytest.raises(ValueError, match="target"):
+        model(input_ids=ids, labels=labels[:, :-1])
+    assert model.lm_head(torch.zeros(2, 32)).shape == (2, 101)
+    handle.remove()
+    assert "forward" not in model.__dict__
+
+
+def test_a_copy_trains_itself() -> None:
+    model = made("Llama")
+    use_fused_loss(model)
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.lm_head.weight)
+    output, grads = step(other)
+    assert output.logits.shape == (3, 0, 101) and grads["lm_head.weight"].any()
+    torch.testing.assert_close(output.loss, torch.tensor(101.0).log())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_wrapped_before_or_after_comes_back() -> None:
+    model = made("Llama")
+    before = model.forward = functools.partial(model.forward)
+    handle = use_fused_loss(model)
+    handle.remove()
+    assert model.forward is before
+    handle = use_fused_loss(model)
+    after = model.forward = functools.partial(model.forward)
+    assert step(model)[0].logits.shape == (3, 0, 101)
+    handle.remove()
+    assert model.forward is after and step(model)[0].logits.shape == (3, 17, 101)
+
+
 def test_no_logits_are_made_in_training() -> None:
     class Largest(TorchDispatchMode):
         elements = 0
@@ -155,11 +198,12 @@ def test_gradient_checkpointing_and_compile() -> None:
 
 
 def step_compiled(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    model.forward = torch.compile(model.forward, backend="aot_eager")
+    before = model.forward
+    model.forward = torch.compile(before, backend="aot_eager")
     try:
         return step(model)
     finally:
-        del model.forward
+        model.forward = before
 
 
 def test_options_reach_the_loss() -> None:

@@ -38,11 +38,15 @@ class FusedLossHandle:
     def __init__(self, model: PreTrainedModel, head: nn.Linear, options: dict[str, Any]) -> None:
         self._model, self._head, self._options = model, head, options
         self._scale, self._softcap = _scale_and_softcap(model)
-        self._parameters = inspect.signature(model.forward)
+        # Where a caller looks up what forward accepts, as Trainer and generate do, it finds the model's own parameters.
+        self.__signature__ = inspect.signature(model.forward)
+        self._own_forward = model.forward
+        self._forward_was_exchanged = "forward" in model.__dict__  # by accelerate, for one
         self._own_loss = model.loss_function
         self._hidden_states: Tensor | None = None
-        self._training = False
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._training = self._removed = False
+        # Not a hook: PEFT calls the model's forward directly, which runs none.
+        model.forward = self  # type: ignore[method-assign, assignment]
         head.forward = self._project  # type: ignore[method-assign, assignment]
         model.loss_function = self._loss
 
@@ -51,11 +55,21 @@ class FusedLossHandle:
         if "forward" in self._head.__dict__:
             del self._head.forward
             del self._model._loss_function
-            self._hook.remove()
+            if self._model.__dict__.get("forward") is self:  # else wrapped since, and self only passes calls on
+                if self._forward_was_exchanged:
+                    self._model.forward = self._own_forward  # type: ignore[method-assign]
+                else:
+                    del self._model.forward
+            self._removed = True
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = self._parameters.bind_partial(*args, **kwargs).arguments.get("labels")
-        self._training = model.training and labels is not None
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; whether it trains holds for this call alone, also if it raises."""
+        labels = self.__signature__.bind_partial(*args, **kwargs).arguments.get("labels")
+        self._training = self._model.training and labels is not None and not self._removed
+        try:
+            return self._own_forward(*args, **kwargs)
+        finally:
+            self._training, self._hidden_states = False, None
 
     def _project(self, hidden_states: Tensor) -> Tensor:
         """The head: logits, but in training those of no token, (…, 0, V)."""
