@@ -44,7 +44,8 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     """What :func:`flce_ref.linear_cross_entropy` would run for the same arguments, and the memory it would take.
 
     Nothing is computed, so tensors on the ``meta`` device serve as well, and cost nothing. Gradients are counted for
-    whichever of ``input`` and ``linear_weight`` require them. Raises what the call itself would raise.
+    whichever of ``input``, ``linear_weight`` and ``linear_bias`` require them; an lse that is returned is taken to be
+    read, not differentiated. Raises what the call itself would raise.
 
     >>> x = torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
     >>> w = torch.empty(151552, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -54,7 +55,7 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     """
     arguments = bind(input, linear_weight, target, **options)
     call = prepare(arguments)
-    head = _head(call, input, linear_weight, arguments.return_lse)
+    head = _head(call, arguments)
     why = []
     if call.schedule == "naive":
         why.append("all (N, V) logits at once, as PyTorch computes them: kept to be compared with")
@@ -66,6 +67,8 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     if has_kernel:
         why.append(kernels.why(arguments.kernel, input.device, call.compute_dtype))
         why += _why_tiled(call, head) if call.schedule == "vocab_tiled" else _why_fused(call, head, arguments)
+    elif arguments.return_lse and head.needs_gradients:
+        why.append("an lse that is differentiated, or kept with its graph, keeps more logits; that is not counted")
     if arguments.skip_ignored:
         why.append(
             "ignored tokens are dropped first; all are counted here, for their number is known to the device only"
@@ -82,7 +85,8 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     )
 
 
-def _head(call: Call, input: Tensor, linear_weight: Tensor, return_lse: bool) -> Head:
+def _head(call: Call, arguments: Arguments) -> Head:
+    input, linear_weight, linear_bias = arguments.input, arguments.linear_weight, arguments.linear_bias
     return Head(
         n=call.input.shape[0],
         d=linear_weight.shape[1],
@@ -93,12 +97,14 @@ def _head(call: Call, input: Tensor, linear_weight: Tensor, return_lse: bool) ->
         needs_dx=torch.is_grad_enabled() and input.requires_grad,
         needs_dw=torch.is_grad_enabled() and linear_weight.requires_grad,
         softcap=call.objective.softcap is not None,
-        uses_lse=bool(call.objective.z_loss) or return_lse,
+        uses_lse=bool(call.objective.z_loss),
+        returns_lse=arguments.return_lse,
+        needs_db=torch.is_grad_enabled() and linear_bias is not None and linear_bias.requires_grad,
     )
 
 
 def _why_fused(call: Call, head: Head, arguments: Arguments) -> list[str]:
-    if not (head.needs_dx or head.needs_dw):
+    if not head.needs_gradients:
         return ["no gradient is wanted: the logits of a chunk are read once and overwritten by the next"]
     why = [f"dw is summed over chunks in {call.plan.accum_dtype}"] if head.needs_dw else []
     if arguments.reduction == "none":
@@ -110,7 +116,7 @@ def _why_fused(call: Call, head: Head, arguments: Arguments) -> list[str]:
 
 
 def _why_tiled(call: Call, head: Head) -> list[str]:
-    if not (head.needs_dx or head.needs_dw):
+    if not head.needs_gradients:
         return ["no gradient is wanted: the logits of a tile are read once and overwritten by the next"]
     why = [f"dx is summed over tiles in {call.plan.accum_dtype}"] if head.needs_dx else []
     why.append("backward makes the logits again, tile by tile")

@@ -57,6 +57,29 @@ def test_frozen_tensors_are_not_counted(schedule: str, x_grad: bool, w_grad: boo
     assert predicted == pytest.approx(simulated(tensors, schedule=schedule, **size), rel=0.01)
 
 
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused", "vocab_tiled"])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_returned_lse_counts_as_one_that_is_read(schedule: str, softcap: float | None) -> None:
+    tensors, options = head(4096, *GRAVITY), {"schedule": schedule, "return_lse": True, "softcap": softcap}
+    assert explain(*tensors, **options).step_peak_bytes == pytest.approx(simulated(tensors, **options), rel=0.01)
+
+
+@pytest.mark.parametrize("b_grad", [False, True])
+@pytest.mark.parametrize("schedule", ["naive", "chunked", "checkpointed", "fused", "vocab_tiled"])
+def test_a_bias_alone_may_need_its_gradient(schedule: str, b_grad: bool) -> None:
+    x, w, y = head(4096, *GRAVITY, x_grad=False, w_grad=False)
+    bias = torch.empty(GRAVITY[0], dtype=torch.bfloat16, device="meta", requires_grad=b_grad)
+
+    def step(input, linear_weight, target, linear_bias):  # type: ignore[no-untyped-def]
+        return linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, schedule=schedule)
+
+    answer = explain(x, w, y, linear_bias=bias, schedule=schedule)
+    few_of_v = 8 * GRAVITY[0]  # the bias's sum and gradient are not counted, and little else is there
+    simulated_bytes = simulate(step, x, w, y, bias).step_peak_bytes
+    assert answer.step_peak_bytes == pytest.approx(simulated_bytes, rel=0.01, abs=few_of_v)
+    assert ("no gradient is wanted" in str(answer)) == (not b_grad and schedule in ("fused", "vocab_tiled"))
+
+
 def test_autocast_with_a_float32_weight() -> None:
     v, d = GRAVITY
 

@@ -27,7 +27,13 @@ class Head:
     needs_dx: bool
     needs_dw: bool
     softcap: bool = False
-    uses_lse: bool = False  # z-loss, or lse returned
+    uses_lse: bool = False  # by a z-loss
+    returns_lse: bool = False  # beside the loss, and not differentiated
+    needs_db: bool = False
+
+    @property
+    def needs_gradients(self) -> bool:
+        return self.needs_dx or self.needs_dw or self.needs_db
 
     @property
     def dx(self) -> int:
@@ -54,18 +60,22 @@ class Head:
 def plain_peak(head: Head, chunk_size: int, checkpointed: bool) -> int:
     """Naive (``chunk_size`` = N), chunked and checkpointed: what autograd holds, at its worst moment.
 
+    An lse that is returned keeps logits until the caller lets go of it, taken to be before backward.
+
     Backward walks the chunks from the last to the first. The candidates are the last chunk's loss, the next one's (now
     beside a gradient of the weight), and the moment when the first two gradients of the weight are summed out of place:
     both and their sum are alive. Later sums are in place.
     """
     n_chunks = ceil(head.n / chunk_size)
     chunk = head.logits(min(chunk_size, head.n))
-    if not (head.needs_dx or head.needs_dw):
+    if not head.needs_gradients:
         return (2 + head.softcap) * chunk
     everything = 0 if checkpointed else head.kept * head.logits(head.n)  # kept from forward by all chunks together
     own = head.kept * chunk
     dx_of_chunk = head.dx // max(1, n_chunks)
     one_loss = max(everything, own) + head.transient * chunk
+    if head.returns_lse and not head.uses_lse:  # in forward, while the last chunk's lse is taken
+        one_loss = max(one_loss, (head.kept + 1) * (chunk if checkpointed else head.logits(head.n)) + chunk)
     if n_chunks <= 1:
         return max(one_loss, chunk + head.dx + head.dw)
     second_loss = max(everything - own, own) + head.transient * chunk + head.dw + dx_of_chunk
@@ -102,7 +112,7 @@ def tiled_peak(head: Head, plan: Plan) -> int:
     x_copy = head.n * head.d * head.compute_bytes if head.input_bytes != head.compute_bytes else 0
     w_copies = 2 * width * head.d * head.compute_bytes if head.weight_bytes != head.compute_bytes else 0
     in_forward = x_copy + w_copies + buffer
-    if not (head.needs_dx or head.needs_dw):
+    if not head.needs_gradients:
         return in_forward
     accum_bytes = plan.accum_dtype.itemsize
     sum_of_dx = head.n * head.d * accum_bytes if head.needs_dx else 0
