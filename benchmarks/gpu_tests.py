@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 from flce_ref.benchmark import provenance  # noqa: E402
 
-WORKERS = ["-n", "8", "-q", "-p", "no:cacheprovider"]
+N_WORKERS = 8
+WORKERS = ["-n", str(N_WORKERS), "-q", "-p", "no:cacheprovider"]
 RUNS = {
     "tests": ["-m", "gpu", "tests", *WORKERS, "--dist", "worksteal"],
     "labs": [
@@ -71,6 +72,8 @@ def main() -> int:
     parser.add_argument("--skip", action="append", default=[], choices=(*RUNS, "sanitizer"), help="a run to leave out")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Each worker's share of the cores: eight that take all of them each make cells time out.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // N_WORKERS)))
     commands = {name: [sys.executable, "-m", "pytest", *options] for name, options in RUNS.items()}
     commands["sanitizer"] = SANITIZER
     document: dict[str, Any] = {

@@ -103,7 +103,7 @@ def table_of(steps: dict[str, Step], head: Head, rounds: int, truth: bool = True
 def widths(a: argparse.Namespace, unavailable: dict[str, str]) -> dict[str, Any]:
     head = random_head(a.tokens, a.vocab, a.hidden, a.device, deviation=0.9)
     steps: dict[str, Step] = {FLOOR: partial(products, rows=4096)}
-    default = default_tile_width(a.vocab, a.hidden)
+    default = default_tile_width(a.tokens, a.vocab, a.hidden)
     if a.device.type == "cuda":  # mixed-precision products
         steps["floor: four products, tiles of the default width"] = partial(four_products, width=default)
     steps["vocab_tiled default"] = tiled()
@@ -147,7 +147,7 @@ def filtering(a: argparse.Namespace, unavailable: dict[str, str]) -> dict[str, A
         for row in rows:
             if row["name"].startswith("filter_eps"):
                 eps = next(e for e in THRESHOLDS if power_of(e) in row["name"])
-                width = 1024 if "T =" in row["name"] else default_tile_width(a.vocab, a.hidden)
+                width = 1024 if "T =" in row["name"] else default_tile_width(a.tokens, a.vocab, a.hidden)
                 row |= {"filter_eps": eps, "width": width, **left_out(given, eps, width)}
         unseen = errors_of_unseen_words(steps, given)
         found.append({"head": name, **spread(given), "table": [row | unseen.get(row["name"], {}) for row in rows]})

@@ -75,7 +75,7 @@ def linear_cross_entropy(
         filter_eps: leave out the gradients of a token in a tile of words where its probabilities are all below this
             number, in (0, 1), and its target is not (vocab_tiled). None: none, the exact gradient. Backward then reads
             from the device how many tokens need each tile: one synchronisation, and an error while a CUDA graph is
-            captured. The loss is exact either way.
+            captured. Narrower tiles (``chunk_size``) leave out more. The loss is exact either way.
         options: accepted as None, for calls written for :func:`torch.nn.functional.linear_cross_entropy`.
 
     Returns:

@@ -273,7 +273,7 @@ def test_custom_ops_keep_their_contract() -> None:
         torch.library.opcheck(ops._cross_entropy_op, (z, y, *args))
     for overwrite in (True, False):
         torch.library.opcheck(
-            ops.accumulate_product_, (torch.ones(4, 3), torch.randn(4, 5), torch.randn(5, 3), overwrite)
+            ops._accumulate_product_op, (torch.ones(4, 3), torch.randn(4, 5), torch.randn(5, 3), overwrite)
         )
 
 

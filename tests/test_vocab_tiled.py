@@ -82,11 +82,20 @@ def test_float16_neither_underflows_nor_overflows() -> None:
 
 @pytest.mark.parametrize("v", [1, 2, 100, 1024, 1025, 32_000, 50_257, 151_552, 262_144])
 @pytest.mark.parametrize("d", [64, 2048, 7168])
-def test_the_default_width(v: int, d: int) -> None:
-    width = default_tile_width(v, d)
-    tiles = -(-v // width)
+@pytest.mark.parametrize("n", [0, 1, 256, 8192, 1_048_576])
+def test_the_default_width(n: int, v: int, d: int) -> None:
+    width = default_tile_width(n, v, d)
+    tiles, widest = -(-v // width), max(1024, 2 * d, v * d // (16 * max(1, n)))
     assert 1 <= width <= v and (width == v or width % 128 == 0)
-    assert width <= max(1024, 2 * d) + 127 and tiles == -(-v // max(1024, 2 * d)) and (tiles - 1) * width < v
+    assert width <= widest + 127 and tiles <= -(-v // widest) and (tiles - 1) * width < v
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(64, 1), (256, 2), (1024, 8), (4096, 32), (8192, 37), (65_536, 37)])
+def test_few_tokens_have_few_tiles_which_are_hardly_seen(n: int, tiles: int) -> None:
+    v, d = 151_552, 2048
+    width = default_tile_width(n, v, d)
+    assert -(-v // width) == tiles
+    assert width <= 2 * d or n * width <= 1.01 * v * d / 16
 
 
 def test_the_step_peak_of_the_head() -> None:

@@ -70,7 +70,7 @@ def _draw_cut(ax: Axes, words: bool) -> None:
 def table_of_cuts() -> None:
     """Products, operations and bytes of each cut of the Gravity head, and tables of what was measured."""
     v, d = MODEL.vocab_size, MODEL.hidden_size
-    t = default_tile_width(v, d)
+    t = default_tile_width(N, v, d)
     inputs = head_inputs(N, v, d)
     peak = {s: explain(*inputs, schedule=s).step_peak_bytes for s in ("naive", "fused", "vocab_tiled")}
     both = 6 * v * d + 2 * N * d

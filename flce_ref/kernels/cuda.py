@@ -143,15 +143,26 @@ def scale(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
 
 def launch(kernel: Any, device: int, blocks: int, threads: int, shared_bytes: int, *arguments: Any) -> None:
     """Put ``kernel`` on the current stream of CUDA device number ``device``."""
-    core = cuda_core()
     with torch.cuda.device(device):
-        stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-        core.launch(stream, core.LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes), kernel, *arguments)
+        stream = _stream(device, torch.cuda.current_stream().cuda_stream)
+        cuda_core().launch(stream, _launch_config(blocks, threads, shared_bytes), kernel, *arguments)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch_config(blocks: int, threads: int, shared_bytes: int) -> Any:
+    return cuda_core().LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(device: int, handle: int) -> Any:
+    return cuda_core().Stream.from_handle(handle)
 
 
 def vector(values: Tensor | None, length: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
     """``values`` as a kernel takes them by their address: ``length`` of ``dtype``, contiguous."""
-    return None if values is None else values.to(dtype).expand(length).contiguous()
+    if values is None or (values.dtype == dtype and values.shape == (length,) and values.is_contiguous()):
+        return values
+    return values.to(dtype).expand(length).contiguous()
 
 
 def compile_cubin(

@@ -1,11 +1,14 @@
 """The operations a chunk is made of, as PyTorch custom ops.
 
-A custom op is what ``torch.compile`` and CUDA graphs see as one step that overwrites one buffer, and what the memory
-simulator books as one kernel. None allocates anything of the size of the logits; those that end in ``_`` overwrite
-their first argument.
+A custom op is what ``torch.compile`` sees as one step that overwrites one buffer, and what the memory simulator books
+as one kernel. To be seen costs some tens of microseconds a call, which a GPU would wait for where pieces are small; so
+where nobody looks, what is behind the op is called at once. None allocates anything of the size of the logits; those
+that end in ``_`` overwrite their first argument.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,8 +16,16 @@ from torch import Tensor
 from ..objective import GradCoefficients, Objective, RowStats, stats_of_nothing
 from . import implementation
 
+# How many dispatch modes are watching; where PyTorch does not say, an op is always an op.
+_watchers: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
 # A block of the left factor, copied to the accumulator's dtype where the device has no mixed-precision product.
 _BLOCK_BYTES = 64 * 2**20
+
+
+def _nobody_looks(tensor: Tensor) -> bool:
+    """Whether a plain tensor is computed with, that is neither traced nor watched by a dispatch mode."""
+    return type(tensor) is Tensor and not tensor.is_meta and not torch.compiler.is_compiling() and not _watchers()
 
 
 def cross_entropy_(
@@ -30,6 +41,10 @@ def cross_entropy_(
 
     ``grad_loss`` and ``grad_lse`` (C,) multiply the gradient of a row's loss and lse before it is stored.
     """
+    if _nobody_looks(logits):
+        run = implementation(kernel, logits)
+        loss, lse = run(logits, target, objective, grad_loss, grad_lse, write_grad)
+        return loss, lse
     o = objective
     loss, lse = _cross_entropy_op(
         logits, target, o.class_weight, grad_loss, grad_lse, o.ignore_index, o.label_smoothing, o.z_loss, o.softcap,
@@ -84,6 +99,9 @@ def merge_stats_(
 
     ``highest`` (C,), if given, gets each row's maximum in the tile.
     """
+    if _nobody_looks(tile):
+        implementation(kernel, tile, "merge_stats_")(running, tile, target, first_column, objective, highest)
+        return
     o = objective
     _merge_stats_op(
         *running, highest, tile, target, o.class_weight, first_column, o.vocab_size, o.label_smoothing, o.softcap,
@@ -129,6 +147,9 @@ def write_grad_(
     kernel: str,
 ) -> None:
     """Overwrite raw logits ``tile`` (C, T) by their gradient; ``stats`` are those of whole rows, over all columns."""
+    if _nobody_looks(tile):
+        implementation(kernel, tile, "write_grad_")(tile, target, first_column, stats, by, objective)
+        return
     o = objective
     _write_grad_op(
         tile, target, stats.max, stats.sumexp, *by, o.class_weight, first_column, o.vocab_size, o.ignore_index,
@@ -164,13 +185,16 @@ def _(tile: Tensor, *_args: object, **_kwargs: object) -> None:
     return None
 
 
-@torch.library.custom_op("flce_ref::accumulate_product_", mutates_args={"out"})
 def accumulate_product_(out: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
     """``out`` (M, K) = left (M, C) @ right (C, K), added to what ``out`` holds unless ``overwrite``.
 
     ``out`` may be wider than the factors: the product is then summed and stored in ``out``'s dtype, never rounded to
     theirs in between.
     """
+    (_accumulate_product if _nobody_looks(out) else _accumulate_product_op)(out, left, right, overwrite)
+
+
+def _accumulate_product(out: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, beta=0 if overwrite else 1, out=out)
     elif out.is_cuda:
@@ -186,6 +210,11 @@ def accumulate_product_(out: Tensor, left: Tensor, right: Tensor, overwrite: boo
             torch.addmm(block, left[start : start + step].to(out.dtype), right, beta=0 if overwrite else 1, out=block)
 
 
-@accumulate_product_.register_fake
+_accumulate_product_op = torch.library.custom_op("flce_ref::accumulate_product_", mutates_args={"out"})(
+    _accumulate_product
+)
+
+
+@_accumulate_product_op.register_fake
 def _(out: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
     return None

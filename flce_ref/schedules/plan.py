@@ -37,7 +37,7 @@ class Plan:
 def piece_size(schedule: str, asked: int | None, n_tokens: int, vocab_size: int, hidden_size: int) -> int:
     """Rows of a chunk or, under ``vocab_tiled``, columns of a tile: what was asked for, at most all, or the default."""
     if schedule == "vocab_tiled":
-        return default_tile_width(vocab_size, hidden_size) if asked is None else min(asked, vocab_size)
+        return default_tile_width(n_tokens, vocab_size, hidden_size) if asked is None else min(asked, vocab_size)
     return default_chunk_size(n_tokens, hidden_size) if asked is None else min(asked, max(n_tokens, 1))
 
 
@@ -51,14 +51,17 @@ def default_chunk_size(n_tokens: int, hidden_size: int) -> int:
     return _equal_pieces(n_tokens, max(_SMALLEST_CHUNK, hidden_size))
 
 
-def default_tile_width(vocab_size: int, hidden_size: int) -> int:
-    """T for V words of hidden size D: about 2 D columns, at least 1024, never more than V, and all tiles about equal.
+def default_tile_width(n_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """T for N tokens and V words of hidden size D: about 2 D columns or, with few tokens, V D / (16 N).
 
     With T = 2 D the (N, T) logits of half precision take as many bytes as the float32 sum of dx (N, D) beside them: a
     tile at most doubles what cannot be avoided, whatever N is. Narrower tiles cost time: each adds to that sum, which
-    is read and written once more for it, and the product that does so has only T terms to hide it behind.
+    is read and written once more for it, and the product that does so has only T terms to hide it behind. With fewer
+    than V / 32 tokens tiles may be wider: as long as one takes a sixteenth of dw (V, D), it is hardly seen beside it,
+    and fewer tiles mean fewer products too small to fill a GPU. At least 1024, never more than V, all about equal.
     """
-    return _equal_pieces(vocab_size, max(_SMALLEST_CHUNK, 2 * hidden_size))
+    unseen = vocab_size * hidden_size // (16 * max(1, n_tokens))
+    return _equal_pieces(vocab_size, max(_SMALLEST_CHUNK, 2 * hidden_size, unseen))
 
 
 def _equal_pieces(total: int, largest: int) -> int:

@@ -72,7 +72,7 @@ class _VocabTiled(torch.autograd.Function):
         elif grad_loss is None:
             grad_loss = torch.zeros_like(lse)
         by = grad_coefficients(lse, target, objective, grad_loss, grad_lse)
-        rows = Rows(input, target, RowStats(row_max, sumexp, row_max, None), by)  # of the rest only losses are made
+        rows = Rows(input, target, torch.stack([row_max, sumexp, *by]))
         needed = None if highest is None else rows_that_need(highest, lse, target, objective, plan)
         dx, dw, db = consume_tiles(
             rows, linear_weight, linear_bias, objective, plan, ctx.needs_input_grad[:3], factor, needed
@@ -87,14 +87,19 @@ class Rows(NamedTuple):
 
     input: Tensor  # (R, D)
     target: Tensor  # (R,)
-    stats: RowStats
-    by: GradCoefficients
+    values: Tensor  # (5, R) of whole rows: max and sumexp, then the three coefficients of their gradient
 
     def at(self, index: Tensor) -> Rows:
-        """Those at ``index`` (R,), copied."""
-        row_max, sumexp = (t[index] for t in self.stats[:2])
-        by = GradCoefficients(*(coefficient[index] for coefficient in self.by))
-        return Rows(self.input[index], self.target[index], RowStats(row_max, sumexp, row_max, None), by)
+        """Those at ``index`` (R,), copied: three launches a tile, whatever there is to know."""
+        return Rows(
+            self.input.index_select(0, index), self.target.index_select(0, index), self.values.index_select(1, index)
+        )
+
+    def write_grad_(self, logits: Tensor, first_column: int, objective: Objective, kernel: str) -> None:
+        """Overwrite their logits (R, T) by the gradient."""
+        row_max, sumexp, *by = self.values
+        stats = RowStats(row_max, sumexp, row_max, None)  # of the rest only losses are made
+        write_grad_(logits, self.target, first_column, stats, GradCoefficients(*by), objective, kernel)
 
 
 # 2. A tile of logits, into the buffer that the last tile left behind.
@@ -152,7 +157,7 @@ def consume_tiles(
     new_dx = torch.empty if needed is None else torch.zeros
     dx = new_dx(n, d, dtype=plan.accum_dtype, device=input.device) if need_dx else None
     dw = input.new_empty(v, d, dtype=weight_dtype) if need_dw else None
-    db = torch.zeros(v, dtype=all_rows.stats.max.dtype, device=input.device) if need_db else None
+    db = torch.zeros(v, dtype=all_rows.values.dtype, device=input.device) if need_db else None
     buffer = input.new_empty(n, plan.chunk_size)
 
     for tile, first in enumerate(range(0, v, plan.chunk_size)):
@@ -165,7 +170,7 @@ def consume_tiles(
             continue
         weight = linear_weight[columns].to(input.dtype)  # (T, D)
         logits = tile_of_logits(buffer, rows.input, weight, linear_bias, columns)  # (R, T)
-        write_grad_(logits, rows.target, first, rows.stats, rows.by, objective, plan.kernel)
+        rows.write_grad_(logits, first, objective, plan.kernel)
         dlogits = logits
 
         # All tokens meet in one product, so what comes out of it is final.
