@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_tests.py --out book/data/h200
 
-writes ``gpu_tests.json``: for each run its command, exit status, seconds, pytest's counts and its last lines. The labs
-run under ``--nbval-lax``: their cells must not fail, assertions included, but print this machine's numbers. The exit
-status is 1 if anything failed.
+writes ``gpu_tests.json``: for each run its date, command, exit status, seconds, pytest's counts and its last lines. The
+labs run under ``--nbval-lax``: their cells must not fail, assertions included, but print this machine's numbers. A run
+that is skipped keeps what the file has of it. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ SANITIZER = ["bash", "tests/gpu/sanitize.sh"]
 
 def run(command: list[str], lines: int) -> dict[str, Any]:
     """The outcome of ``command``, whose output is also shown as it comes."""
-    began = time.perf_counter()
+    date, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     printed = []
     assert process.stdout is not None
@@ -52,6 +53,7 @@ def run(command: list[str], lines: int) -> dict[str, Any]:
     status = process.wait()
     shown = " ".join(["python", *command[1:]] if command[0] == sys.executable else command)
     return {
+        "date": date,
         "command": shown,
         "exit_status": status,
         "seconds": round(time.perf_counter() - began, 1),
@@ -76,19 +78,21 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // N_WORKERS)))
     commands = {name: [sys.executable, "-m", "pytest", *options] for name, options in RUNS.items()}
     commands["sanitizer"] = SANITIZER
+    file = args.out / "gpu_tests.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else {}
     document: dict[str, Any] = {
         "provenance": provenance()
         | {
             "what": "What the tests marked gpu, the labs and compute-sanitizer printed",
             "command": "python benchmarks/gpu_tests.py --out book/data/h200",
         },
-        "runs": {},
+        "runs": {name: outcome for name, outcome in recorded.items() if name in args.skip},
     }
     for name, command in commands.items():
         if name not in args.skip:
             document["runs"][name] = run(command, lines=60 if name == "sanitizer" else 25)
             text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
-            (args.out / "gpu_tests.json").write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
     return int(any(outcome["exit_status"] for outcome in document["runs"].values()))
 
 
