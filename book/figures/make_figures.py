@@ -81,6 +81,7 @@ def main() -> None:
         "chunk-tables": the_chunk.tables,
         "two-cuts": the_tiles.two_cuts,
         "which-cut": the_tiles.which_cut,
+        "cut-times": the_tiles.cut_times,
         "tile-tables": the_tiles.table_of_cuts,
         "training": the_training_run.training,
         "suite-tables": the_suite.tables,

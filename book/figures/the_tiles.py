@@ -20,6 +20,7 @@ GIB = 2**30
 MODEL = models.get("gravity-16b-a3b")
 N = 8192
 GRAY = "#7f7f7f"
+MEASURED = ("median_ms", "peak_bytes")
 SHOWN = ("exact", "filter_eps = 2^-12", "cut-cross-entropy")
 HEADS = {"gravity-16b-a3b": "Gravity", "llama-3-8b": "Llama 3", "gemma-3-4b": "Gemma 3"}
 
@@ -122,6 +123,13 @@ def _derived(measured: dict[str, Any]) -> None:
     trained = {r["name"]: r for h in measured["filter"]["heads"] if h["head"] == "trained" for r in h["table"]}
     default, floor = table["vocab_tiled default"], table["floor: three products, pieces of 4096"]
     four = table["floor: four products, tiles of the default width"]
+    sweep = {(r["model"], r["tokens"], r["name"]): r for r in measured["sweep"]}
+    words_to_tokens = {
+        (model, n): {key: sweep[model, n, "vocab_tiled"][key] / sweep[model, n, "fused"][key] for key in MEASURED}
+        for model, n, _ in sweep
+    }
+    long = [ratio["median_ms"] for (_, n), ratio in words_to_tokens.items() if n >= 16_384]
+    short = words_to_tokens["llama-3-8b", 256]
     sums = measured["tokens"] * measured["hidden"] * 8 * -(-measured["vocab"] // measured["widths"]["default_width"])
     write_json(
         "derived/tiles.json",
@@ -132,6 +140,8 @@ def _derived(measured: dict[str, Any]) -> None:
             "dx_traffic_bytes": sums,
             "ms_per_tile": (table["vocab_tiled, T = 1024"]["median_ms"] - table["vocab_tiled, T = 2048"]["median_ms"])
             / 74,
+            "times_when_long": {"least": min(long), "most": max(long)},
+            "llama_256": {"time": short["median_ms"], "peak": short["peak_bytes"]},
             "filter_saves": 1 - trained["filter_eps = 2^-12"]["median_ms"] / trained["exact"]["median_ms"],
         },
     )
@@ -173,6 +183,39 @@ def which_cut() -> None:
         f"heads, three curves close together: {'; '.join(said)}. They pass 1 at two thirds of the vocabulary."
     )
     save("which-cut", figure, alt)
+
+
+def cut_times() -> None:
+    """How long both cuts take, measured over lengths and heads, as a ratio to the fused default."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.6), sharex=True)
+    low = "fused, bf16 dw, chunk 1024"
+    measured = read_json("h200/vocab_tiled.json")["sweep"]
+    said = []
+    for (model_id, label), style in zip(HEADS.items(), ("-", "--", "-.")):
+        rows = {(r["tokens"], r["name"]): r for r in measured if r["model"] == model_id}
+        lengths = sorted({n for n, _ in rows})
+        for color, name in (("C1", "vocab_tiled"), ("C2", low)):
+            for ax, key in zip(axes, MEASURED):
+                ratios = [rows[n, name][key] / rows[n, "fused"][key] for n in lengths]
+                what = "words" if name == "vocab_tiled" else "tokens, bf16 dw in chunks of 1024"
+                ax.plot(lengths, ratios, style, marker=".", color=color, label=f"{label}: {what}")
+                if ax is axes[0] and name == "vocab_tiled":
+                    said.append(f"{label} {', '.join(f'{r:.2f}' for r in ratios)}")
+    axes[0].axhline(4 / 3, color=GRAY, linestyle=":")
+    axes[0].set(ylabel="time ÷ that of the fused default", ylim=(0, None))
+    axes[1].set(ylabel="step peak ÷ that of the fused default", ylim=(0, 1.25))
+    for ax in axes:
+        ax.axhline(1, color=GRAY, linewidth=0.8)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [str(n) if n < 1024 else f"{n // 1024}K" for n in lengths])
+        ax.set_xlabel("tokens")
+    axes[1].legend(fontsize=6)
+    alt = (
+        "Measured on an H200 for 256, 1K, 4K, 16K and 64K tokens, relative to the fused default. Left, times of the "
+        f"cut of the words: {'; '.join(said)}; a dotted line marks 4/3. Tokens with a bfloat16 sum lie about 1. Right, "
+        "step peaks: the cut of the words begins at about a third and rises with the number of tokens."
+    )
+    save("cut-times", figure, alt)
 
 
 def _peaks(n: int, v: int, d: int) -> tuple[int, int]:
