@@ -1,6 +1,6 @@
 """Print the built book: ``python book/print_pdf.py`` turns ``_build/html`` into ``_build/flce.pdf``.
 
-The pages become one document, in the order of ``_toc.yml``, whose links lead to its own pages; Chromium typesets and
+The pages become one document, in the order of ``_toc.yml``, whose links lead to its own pages; Chromium
 prints it twice, since the table of contents can only be filled in when every chapter has its page.
 """
 
@@ -117,9 +117,7 @@ def document(pages: list[Page], numbers: dict[str, int]) -> str:
     head = pages[0].title
     return f"""<!doctype html>
 <html lang="en" data-theme="light" data-mode="light"><head><meta charset="utf-8"><title>{head}</title>
-<link rel="stylesheet" href="_static/book.css"><style>{STYLE}</style>
-<script>window.MathJax = {{startup: {{typeset: false}}}}</script>
-<script defer src="_static/mathjax/tex.js"></script><script defer src="_static/formulas.js"></script></head>
+<link rel="stylesheet" href="_static/book.css"><style>{STYLE}</style></head>
 <body><div class="front"><h1>{head}</h1><p>The flce-ref contributors</p></div>
 <nav class="contents"><h1>Contents</h1>{"".join(entries)}</nav>
 <main class="bd-content">{"".join(page.body for page in pages)}</main></body></html>"""
@@ -132,7 +130,7 @@ def printed(browser: Any, text: str) -> Path:
     page = browser.new_page(color_scheme="light")
     try:
         page.goto(source.as_uri())
-        page.evaluate("async () => { await MathJax.startup.promise; await document.fonts.ready }")
+        page.evaluate("document.fonts.ready.then(() => null)")
         foot = '<div style="width:100%;text-align:center;font-size:8pt"><span class="pageNumber"></span></div>'
         page.pdf(path=str(OUT), prefer_css_page_size=True, print_background=True, outline=True, tagged=True,
                  display_header_footer=True, header_template="<span></span>", footer_template=foot)  # fmt: skip

@@ -3,21 +3,18 @@ async () => {
   const name = (element) => [element.tagName.toLowerCase(), ...element.classList].join(".");
   const words = (element) => element.textContent.trim().replace(/\s+/g, " ").slice(0, 40);
 
-  // Loaded, typeset and laid out, with everything unfolded that a reader may unfold.
+  // Loaded and laid out, with everything unfolded that a reader may unfold.
   async function settled() {
     for (const fold of document.querySelectorAll("details")) fold.open = true;
     for (const fold of document.querySelectorAll(".toggle-hidden")) fold.classList.remove("toggle-hidden");
     for (const image of document.images) image.loading = "eager";
     const arrives = (image) => image.complete || new Promise((done) => (image.onload = image.onerror = done));
     await Promise.all([...document.images].map(arrives));
-    await window.MathJax?.startup?.promise;
     await document.fonts.ready;
     await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   }
 
   function* formulas() {
-    for (const error of document.querySelectorAll("mjx-merror"))
-      yield `formula: ${error.getAttribute("data-mjx-error") ?? words(error)}`;
     for (const formula of document.querySelectorAll(".math"))
       if (!formula.querySelector("mjx-container")) yield `formula: not typeset: ${words(formula)}`;
   }

@@ -79,6 +79,8 @@ class Opened:
     def barriers(self, schemes: dict[str, list[str] | None], left_out: str) -> list[str]:
         """What axe finds serious or critical, by all of its rules (None) or some, without the elements ``left_out``."""
         self.page.set_viewport_size({"width": 1280, "height": 900})
+        # axe looks for what lies behind a text where it was at first: nothing may move because it comes near.
+        self.page.add_style_tag(content="section { content-visibility: visible !important }")
         self.page.eval_on_selector_all(left_out, "elements => elements.forEach(element => element.remove())")
         self.page.evaluate(AXE)
         found = []
@@ -232,7 +234,6 @@ PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAO
         ("<script>console.error('unhappy')</script>", "unhappy"),
         ('<script src="http://127.0.0.1:9/a.js"></script>', "http://127.0.0.1:9/a.js"),
         ('<span class="math">x</span>', "not typeset"),
-        ('<mjx-merror data-mjx-error="Undefined control sequence">x</mjx-merror>', "Undefined control"),
     ],
 )
 def test_what_is_wrong_with_a_page_is_found(open_page: Any, tmp_path: Path, body: str, words: str) -> None:

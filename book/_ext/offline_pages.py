@@ -1,17 +1,13 @@
-"""Sphinx extension: MathJax is served from beside the pages, and no page makes a request to another host.
+"""Sphinx extension: no page makes a request to another host.
 
-MathJax comes out of the PyPI package ``sphinx-mathjax-offline`` at build time and is never committed. Its parts are
-put together to one script without the menu, which is a third of it. After the build
-every HTML and CSS file is searched for what a browser would fetch by itself (scripts, style sheets, images, frames,
-fonts); a foreign address among them is a warning, and so an error under ``-W``. Links to click are no concern here.
+After the build every HTML and CSS file is searched for what a browser would fetch by itself (scripts, style sheets,
+images, frames, fonts); a foreign address among them is a warning, and so an error under ``-W``. Links to click are no
+concern here.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,12 +15,6 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
-
-# The converter, in the order in which its parts build on each other; readers of the screen get MathML.
-MATHJAX = ("core", "input/tex", "output/chtml", "output/chtml/fonts/tex", "a11y/assistive-mml")
-MATHJAX_NAMES = ("core", "input/tex", "output/chtml", "output/chtml/fonts/tex.js", "a11y/assistive-mml")
-# What it loads by itself: the fonts that a formula needs, and TeX extensions that one names.
-LOADED_LATER = ("output/chtml/fonts/woff-v2", "input/tex/extensions")
 
 # The attribute that makes a browser fetch, by element. <a href> is a link to click and is not here.
 FETCHING = {
@@ -82,19 +72,6 @@ def foreign_requests(text: str, suffix: str) -> list[str]:
     return parser.foreign
 
 
-def copy_mathjax(app: Sphinx) -> None:
-    if app.builder.format != "html":
-        return
-    package = importlib.import_module("sphinx-mathjax-offline")  # its name is no identifier
-    source = Path(str(package.__file__)).parent / "static" / "mathjax"
-    target = Path(app.outdir) / "_static" / "mathjax"
-    for part in LOADED_LATER:
-        shutil.copytree(source / part, target / part, dirs_exist_ok=True)
-    startup, *parts = ((source / f"{part}.js").read_text(encoding="utf-8") for part in ("startup", *MATHJAX))
-    told = f"MathJax.loader.preLoad({json.dumps(MATHJAX_NAMES)[1:-1]});"  # what need not be fetched any more
-    (target / "tex.js").write_text("\n".join([startup, told, *parts]), encoding="utf-8")
-
-
 def warn_of_foreign_requests(app: Sphinx, exception: Exception | None) -> None:
     if exception is not None or app.builder.format != "html":
         return
@@ -106,7 +83,5 @@ def warn_of_foreign_requests(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.config.mathjax_path = "mathjax/tex.js"  # relative to _static
-    app.connect("builder-inited", copy_mathjax)
     app.connect("build-finished", warn_of_foreign_requests, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
