@@ -18,10 +18,10 @@ LABS_ON_CPU := CUDA_VISIBLE_DEVICES=
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve test pages pdf labs lint hooks clean
+.PHONY: help env book serve test pages lighthouse pdf labs lint hooks clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP)  ## create .venv with the pinned requirements and this package
 
@@ -45,6 +45,9 @@ test: env  ## test the library, then run every lab and compare its outputs with 
 
 pages: book  ## build the book and open every page in a browser (chromium), wide and narrow, light and dark
 	$(BIN)/python -m pytest -n $(JOBS) -m pages tests/test_pages.py
+
+lighthouse: book  ## how fast the pages are on a phone (needs npm and chromium, and a machine with nothing else to do)
+	$(BIN)/python tests/lighthouse.py --out book/data/lighthouse.json
 
 pdf: book  ## build the book and print it into _build/flce.pdf, with chromium (installed if that is allowed)
 	.ci/chromium --korean

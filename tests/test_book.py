@@ -21,6 +21,8 @@ heads_table = pytest.importorskip("heads_table", reason="needs Sphinx")
 
 FIGURE = re.compile(r"^(?P<fence>`{3,}|:{3,})\{(?:figure|image)\}.*?^(?P=fence)\s*$", re.MULTILINE | re.DOTALL)
 MARKDOWN_IMAGE_WITHOUT_TEXT = re.compile(r"!\[\s*\]\(")
+DRAWN = re.compile(r"^`{3,}\{drawn\} (?P<name>\S+)\n(?P<body>.*?)^`{3,}\s*$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"by `python (\S+\.py)")
 HTML_IMAGE = re.compile(r"<img\b[^>]*>")
 
 
@@ -42,10 +44,42 @@ def images_without_text(page: str) -> list[str]:
     return silent
 
 
+def figures_without_origin(page: str) -> list[str]:
+    """The drawn figures of a page that don't link what they were drawn from or name no script that is there."""
+    silent = []
+    for name, body in DRAWN.findall(page):
+        scripts = COMMAND.findall(body)
+        data = re.search(r"^Data: .*\]\((?:data/|\.\./notebooks/)", body, re.MULTILINE)
+        is_sketch = "A drawing without data" in body
+        if not (data or is_sketch) or not scripts or not all((ROOT / script).is_file() for script in scripts):
+            silent.append(name)
+    return silent
+
+
 def test_every_page_and_lab_is_in_the_table_of_contents_once() -> None:
     listed = files_in_toc(yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8")))
     there = [*PAGES, *(ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(listed) == sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in there)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_figure_links_its_data_and_the_command_that_draws_it(path: Path) -> None:
+    assert not figures_without_origin(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("caption", "silent"),
+    [
+        ("Data: [a.json](data/a.json) · drawn by `python book/figures/make_figures.py x`", []),
+        ("Data: [a.json](data/a.json)", ["x"]),
+        ("Data: a.json · drawn by `python book/figures/make_figures.py x`", ["x"]),
+        ("Data: [a.json](data/a.json) · drawn by `python book/figures/nowhere.py x`", ["x"]),
+    ],
+)
+def test_a_figure_without_origin_is_found(caption: str, silent: list[str]) -> None:
+    assert (
+        figures_without_origin(f"text\n\n```{{drawn}} x\n:name: fig-x\n\nWhat it shows.\n\n{caption}\n```\n") == silent
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
