@@ -23,23 +23,32 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("Llama", {}),
-    "Llama, tied": ("Llama", {"tie_word_embeddings": True}),
-    "Qwen2": ("Qwen2", {}),
-    "Qwen3": ("Qwen3", {}),
-    "Gemma2, soft cap": ("Gemma2", {"final_logit_softcapping": 0.5}),
-    "Cohere, logit scale": ("Cohere", {"logit_scale": 0.25}),
-    "Granite, logits scaling": ("Granite", {"logits_scaling": 3.0}),
-    "Mixtral, router loss": ("Mixtral", {"output_router_logits": True, "num_local_experts": 4}),
+    "Llama": ("llama", {}),
+    "Llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3-MoE, router loss": (
+        "qwen3_moe",
+        {"output_router_logits": True, "num_experts": 8, "moe_intermediate_size": 16},
+    ),
+    "Gemma2, soft cap": ("gemma2", {"final_logit_softcapping": 0.5}),
+    "Gemma3": ("gemma3_text", {}),
+    "GPT-OSS": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Phi, head with a bias": ("phi", {}),
+    "GPT-2": ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "Cohere, logit scale": ("cohere", {"logit_scale": 0.25}),
+    "Granite, logits scaling": ("granite", {"logits_scaling": 3.0}),
+    "Mixtral, router loss": ("mixtral", {"output_router_logits": True, "num_local_experts": 4}),
+    "Mamba, no attention": ("mamba", {"state_size": 4}),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    family, extra = MODELS[name]
+    kind, extra = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL, **extra)
-    return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).train()
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **extra)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
 
 
 def batch() -> tuple[Tensor, Tensor]:
