@@ -130,7 +130,10 @@ def use_fused_loss(model: PreTrainedModel, **options: Any) -> FusedLossHandle:
             head's (found by a forward pass of two tokens), or one that has the fused loss already.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}; accepted of a wrapper, such as "
+            "PeftModel or DistributedDataParallel, is the model inside"
+        )
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise TypeError(f"{unknown[0]} is no option of use_fused_loss; accepted are {', '.join(OPTIONS)}")
