@@ -51,7 +51,7 @@ lighthouse: book  ## how fast the pages are on a phone (needs npm and chromium, 
 
 pdf: book  ## build the book and print it into _build/flce.pdf, with chromium (installed if that is allowed)
 	.ci/chromium --korean
-	$(BIN)/python book/print_pdf.py
+	$(LABS_ON_CPU) $(BIN)/python book/print_pdf.py
 
 labs: env  ## re-execute the labs in place (all, or make labs LABS="notebooks/01_the_spike.ipynb")
 	$(LABS_ON_CPU) $(BIN)/python notebooks/execute.py $(LABS)

@@ -1,7 +1,8 @@
 """Print the built book: ``python book/print_pdf.py`` turns ``_build/html`` into ``_build/flce.pdf``.
 
-The pages become one document, in the order of ``_toc.yml``, whose links lead to its own pages; Chromium
-prints it twice, since the table of contents can only be filled in when every chapter has its page.
+The labs are run once more, for figures as vectors. The pages become one document, in the order of ``_toc.yml``, whose
+links lead to its own pages; Chromium prints it twice, since the table of contents can only be filled in when every
+chapter has its page.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import yaml
+from lab_figures import vector_figures, with_vectors
 from playwright.sync_api import sync_playwright
 from pypdf import PdfReader
 
@@ -106,6 +108,14 @@ def read(name: str, part: str, names: set[str]) -> Page:
     return Page(name, title, part, f'<div id="{anchor_of(name, "")}">{body}</div>')
 
 
+def with_vector_figures(page: Page) -> Page:
+    """A lab's page with figures that can be enlarged; any other as it is."""
+    if not page.name.startswith("notebooks/"):
+        return page
+    print(f"running {page.name} for its figures", file=sys.stderr, flush=True)
+    return replace(page, body=with_vectors(page.body, vector_figures(ROOT / f"{page.name}.ipynb")))
+
+
 def document(pages: list[Page], numbers: dict[str, int]) -> str:
     """The whole book as one HTML page; ``numbers`` are the printed pages of chapters and labs, by title."""
     entries = []
@@ -158,7 +168,7 @@ def main() -> int:
         return 1
     entries = order()
     names = {name for name, _ in entries}
-    pages = [read(name, part, names) for name, part in entries]
+    pages = [with_vector_figures(read(name, part, names)) for name, part in entries]
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         numbers = page_numbers(printed(browser, document(pages, {})), pages)
