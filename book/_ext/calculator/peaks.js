@@ -4,14 +4,15 @@
 const FlcePeaks = (() => {
   const ceilDiv = (a, b) => Math.ceil(a / b);
 
-  // The default rules: about D tokens a chunk and about 2 D words a tile, at least 1024, in equal multiples of 128.
+  // The default rules: about D tokens a chunk, and about 2 D words a tile or as many as take a sixteenth of dw; at least
+  // 1024, in equal multiples of 128.
   function equalPieces(total, largest) {
     if (total <= 1) return Math.max(1, total);
     const equal = ceilDiv(total, ceilDiv(total, largest));
     return Math.min(total, ceilDiv(equal, 128) * 128);
   }
   const defaultChunk = (n, d) => equalPieces(n, Math.max(1024, d));
-  const defaultTile = (v, d) => equalPieces(v, Math.max(1024, 2 * d));
+  const defaultTile = (n, v, d) => equalPieces(v, Math.max(1024, 2 * d, Math.floor((v * d) / (16 * Math.max(1, n)))));
 
   function plain({ n, d, v, bytes }, chunkSize, checkpointed) {
     const [dx, dw] = [n * d * bytes, v * d * bytes];
@@ -43,7 +44,7 @@ const FlcePeaks = (() => {
   // Every schedule's row for a head; `chunk`, tokens or words of a tile, is 0 for the default rule.
   function all(head, chunk) {
     const rows = Math.min(chunk || defaultChunk(head.n, head.d), head.n);
-    const width = Math.min(chunk || defaultTile(head.v, head.d), head.v);
+    const width = Math.min(chunk || defaultTile(head.n, head.v, head.d), head.v);
     const pieces = (size, of, what) => `${ceilDiv(of, size).toLocaleString("en")} ${what} of ${size.toLocaleString("en")}`;
     const chunks = `${pieces(rows, head.n, "chunks")} tokens`;
     const found = [
