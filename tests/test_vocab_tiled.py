@@ -180,7 +180,8 @@ def test_compiled_it_is_refused_as_a_whole_and_left_to_eager_otherwise() -> None
     x, w, y = problem(dtype=torch.float32)
     step = partial(tiled, chunk_size=5, filter_eps=0.05)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="filter_eps reads from the device how many tokens need each tile"):
+    # PyTorch 2.8 names the type of the error only.
+    with pytest.raises(Exception, match=r"filter_eps reads from the device|ExceptionVariable.*RuntimeError"):
         torch.compile(step, backend="eager", fullgraph=True)(x, w, y)
     torch._dynamo.reset()
     results = [(loss, *torch.autograd.grad(loss, (x, w))) for call in (step, torch.compile(step, backend="eager"))
